@@ -1,0 +1,109 @@
+"""What travels through the queue: a ticket asks, a grant answers, a completion ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tgi_patches.contract import Fingerprint, Limits, Role
+
+
+class Choice(StrEnum):
+    """How a request is served."""
+
+    SEPARATED = "separated"
+    MIXED = "mixed"
+
+
+class Outcome(StrEnum):
+    """How a request ended; the terminal states of `core.request`."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One request that asks for shards.  Times are wall-clock seconds (shared between hosts)."""
+
+    handle: str
+    gateway: str
+    """Grant stream to answer on: `<gateway id>.<gateway epoch>`."""
+    prompt_tokens: int
+    """Estimate, never below the truth by more than the estimator's margin."""
+    max_new_tokens: int
+    created_s: float
+    deadline_s: float
+    splittable: bool = True
+    """False for what is served mixed, never split."""
+    priority: int = 0
+    model: str = ""
+    prompt_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardView:
+    """What a policy knows of one shard: a snapshot, reservations included."""
+
+    shard: str
+    role: Role
+    epoch: int
+    url: str
+    state: str
+    """`starting`, `ready`, `suspect`, `draining` or `dead` (core.shard)."""
+    fingerprint: Fingerprint
+    limits: Limits
+    kv_tokens: int
+    slots: int
+    ring_bytes: int
+    record_limit_bytes: int
+    bytes_per_token: int
+    reserved_kv_tokens: int = 0
+    reserved_slots: int = 0
+    outstanding_bytes: int = 0
+    """Bytes of granted records that are not completed; stays under half the ring."""
+    outstanding_records: int = 0
+    hooked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One shard's part of a grant."""
+
+    shard: str
+    epoch: int
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Shards for one request, with what was reserved for it."""
+
+    handle: str
+    choice: Choice
+    reason: str
+    decode: Leg
+    """The shard that answers (also for mixed)."""
+    prefill: Leg | None
+    """None for mixed."""
+    kv_tokens: int
+    """Reserved on `decode`."""
+    record_bytes: int
+    """Reserved on `prefill`'s ring; 0 for mixed."""
+    max_new_tokens: int
+    """The request's own, capped by the mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How a request ended and how long each phase took, in seconds by phase name."""
+
+    handle: str
+    outcome: Outcome
+    phases_s: dict[str, float] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    imported: bool | None = None
+    """True when decode used the record, False for a local prefill, None for mixed."""

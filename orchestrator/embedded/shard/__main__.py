@@ -1,0 +1,99 @@
+"""A shard process: `python -m orchestrator.embedded.shard`, configured by its spec in the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+
+import structlog
+import uvicorn
+
+from orchestrator.errors import ConfigError, OrchestratorError
+from tgi_patches.contract import ContractError, ShardSpec
+
+_PR_SET_PDEATHSIG = 1
+_SHUTDOWN_GRACE_S = 1
+
+log = structlog.get_logger(__name__)
+
+
+def main() -> int:
+    _log_to_stderr()
+    _die_with_parent()
+    try:
+        spec = ShardSpec.from_env(os.environ)
+        if spec.cpus:
+            _pin(spec.cpus)
+        listener = _listen(spec)
+        return asyncio.run(_serve(spec, listener))
+    except (OrchestratorError, ContractError) as error:
+        sys.stderr.write(f"{error}\n")
+        return getattr(error, "exit_code", ConfigError.exit_code)
+    except KeyboardInterrupt:
+        return 0
+
+
+async def _serve(spec: ShardSpec, listener: socket.socket) -> int:
+    from .assemble import assemble  # after pinning: torch sizes its thread pool when it is imported
+    from .server import create_app
+
+    shard = assemble(spec)
+    try:
+        await shard.server.warmup()
+        log.info("shard_ready", shard=spec.shard, role=str(spec.role), dtype=spec.dtype)
+        config = uvicorn.Config(
+            create_app(shard.server),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
+            lifespan="on",
+        )
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again once it has stopped
+        await uvicorn.Server(config).serve(sockets=[listener])
+    finally:
+        shard.close()
+    return 0
+
+
+def _listen(spec: ShardSpec) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((spec.host, spec.port))
+    except OSError as error:
+        raise ConfigError(
+            f"Shard {spec.shard} cannot listen on {spec.host}:{spec.port}: {error.strerror}."
+        ) from None
+    return listener
+
+
+def _pin(cpus: tuple[int, ...]) -> None:
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        raise ConfigError(f"The CPU cores {', '.join(map(str, cpus))} are not all usable here.") from None
+
+
+def _die_with_parent() -> None:
+    """Ask Linux for a SIGTERM when the orchestrator dies, however it dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _log_to_stderr() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

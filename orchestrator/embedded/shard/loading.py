@@ -1,0 +1,126 @@
+"""A Hugging Face decoder from a folder, ready for paged attention; what cannot work is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from orchestrator.errors import ConfigError
+
+from . import attention
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_REFUSED = ("is_encoder_decoder", "vision_config", "audio_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    model: Any
+    tokenizer: Any
+    dtype: torch.dtype
+    layers: int
+    kv_heads: int
+    head_dim: int
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """2 x layers x kv_heads x head_dim x dtype bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def load(folder: Path, dtype_name: str) -> Loaded:
+    """Weights and tokenizer of `folder`; ConfigError in one sentence for what this shard cannot serve."""
+    try:
+        dtype = DTYPES[dtype_name]
+    except KeyError:
+        raise ConfigError(f"The dtype {dtype_name!r} is not one of {', '.join(DTYPES)}.") from None
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"The model folder {folder} has no config.json.")
+    config = _checked_config(folder)
+    attention.register()
+    disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"The model in {folder} cannot be loaded: {_first_line(error)}") from error
+    model.requires_grad_(False).train(False)
+    heads = config.num_attention_heads
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        max_position=config.max_position_embeddings,
+        eos_token_ids=_eos_ids(model, tokenizer),
+    )
+
+
+def _checked_config(folder: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = _first_line(error)
+        raise ConfigError(f"The model in {folder} is not one transformers knows: {reason}") from error
+    if (why := _refusal(config)) is not None:
+        raise ConfigError(f"The model in {folder} {why}.")
+    return config
+
+
+def _refusal(config: Any) -> str | None:
+    """What this shard cannot serve about a model, or None."""
+    names = getattr(config, "architectures", None) or []
+    if not any(name.endswith("ForCausalLM") for name in names):
+        return f"is {', '.join(names) or 'of no known kind'}, not a decoder"
+    for attribute in _REFUSED:
+        if getattr(config, attribute, None):
+            return f"has {attribute}: only text decoders are served"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return f"uses {', '.join(sorted(kinds))}: only full attention is served"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return "uses a sliding window: only full attention is served"
+    return None
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    listed = getattr(generation, "eos_token_id", None)
+    ids = set(listed if isinstance(listed, list) else [listed])
+    ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def rope_of(folder: Path) -> str:
+    """The RoPE parameters of a config, as stable text for the fingerprint."""
+    raw = json.loads((folder / "config.json").read_text())
+    keys = ("rope_parameters", "rope_scaling", "rope_theta")
+    return json.dumps({key: raw[key] for key in keys if key in raw}, sort_keys=True)
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """16 hex digits over the tokenizer's files: equal text must become equal token ids."""
+    digest = hashlib.sha256()
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"):
+        path = folder / name
+        if path.is_file():
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]

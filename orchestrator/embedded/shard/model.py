@@ -1,0 +1,303 @@
+"""The transformers implementation of the seam: running batches over one paged KV pool.
+
+All torch work runs in one worker thread, so the event loop stays free and rows never race.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tgi_patches.bridge import FirstToken
+from tgi_patches.contract import GetTag, PutTag, Tag, parse_tag
+
+from .attention import KVPool, Span, Step, consecutive_start
+from .choose import Chooser
+from .loading import Loaded
+from .relay import Imported, Relay
+from .seam import (
+    Batch,
+    CachedBatch,
+    FinishReason,
+    GeneratedText,
+    Generation,
+    ModelInfo,
+    Request,
+    Sampling,
+    Stopping,
+    Token,
+)
+from .text import Detokenizer, StopRule
+
+T = TypeVar("T")
+_TOP_EXPORTED = 5
+
+
+@dataclass(slots=True)
+class Row:
+    """One running sequence."""
+
+    request: Request
+    tag: Tag | None
+    chooser: Chooser
+    text: Detokenizer
+    stop: StopRule
+    slots: Tensor
+    first_slot: int
+    """Start of `slots` if consecutive, else -1."""
+    kv_tokens: int
+    """Positions whose KV is in the pool."""
+    imported: Imported | None = None
+    import_result: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.input_ids)
+
+    @property
+    def prefilled(self) -> bool:
+        """The prompt's KV is complete; what is left is one token a step."""
+        return self.kv_tokens >= self.prompt_tokens
+
+
+class TransformersModel:
+    """`relay` is None for a shard without a bridge: tags are then plain adapters.
+
+    `chunk_tokens` bounds the new tokens of a step that continues split prompts; 0: never split.
+    """
+
+    def __init__(
+        self, loaded: Loaded, pool: KVPool, relay: Relay | None, *, threads: int, chunk_tokens: int = 0
+    ) -> None:
+        self._loaded = loaded
+        self._pool = pool
+        self._relay = relay
+        self._chunk_tokens = chunk_tokens
+        self._batches: dict[int, list[Row]] = {}
+        self._ids = count(1)
+        self._special = frozenset(loaded.tokenizer.all_special_ids)
+        self._thread = ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(threads,))
+
+    # --- the seam ---
+
+    async def info(self) -> ModelInfo:
+        blocks = self._pool.layers[0][0].shape[0]
+        return ModelInfo(
+            model_type=self._loaded.model.config.model_type,
+            dtype=str(self._loaded.dtype).removeprefix("torch."),
+            vocab_size=self._loaded.model.config.vocab_size,
+            kv_bytes_per_token=self._loaded.kv_bytes_per_token,
+            kv_tokens=blocks * self._pool.block_size,
+            max_position=self._loaded.max_position,
+            block_size=self._pool.block_size,
+            eos_token_ids=self._loaded.eos_token_ids,
+        )
+
+    async def warmup(self) -> None:
+        await self._run(self._warmup)
+
+    async def prefill(
+        self, batch: Batch, cached: CachedBatch | None = None
+    ) -> tuple[list[Generation], CachedBatch | None]:
+        return await self._run(lambda: self._prefill(batch, cached))
+
+    async def decode(self, batches: list[CachedBatch]) -> tuple[list[Generation], CachedBatch | None]:
+        return await self._run(lambda: self._decode([b.id for b in batches]))
+
+    async def filter_batch(self, batch_id: int, request_ids: tuple[int, ...]) -> CachedBatch:
+        kept = frozenset(request_ids)
+        rows = [row for row in self._batches[batch_id] if row.request.id in kept]
+        self._batches[batch_id] = rows
+        return CachedBatch(batch_id, tuple(row.request.id for row in rows))
+
+    async def clear_cache(self, batch_id: int | None = None) -> None:
+        if batch_id is None:
+            self._batches.clear()
+        else:
+            self._batches.pop(batch_id, None)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # --- steps, in the worker thread ---
+
+    def _warmup(self) -> None:
+        """One small prefill and decode: pages the weights in and proves that attention is ours."""
+        ids = tuple([self._loaded.eos_token_ids[0] if self._loaded.eos_token_ids else 0] * 32)
+        slots = tuple(range(33))
+        request = Request(0, "", ids, Sampling(), Stopping(2, ignore_eos_token=True), slots)
+        _, running = self._prefill(Batch(0, (request,)))
+        if running is not None:
+            self._decode([running.id])
+        self._batches.clear()
+
+    def _prefill(
+        self, batch: Batch, cached: CachedBatch | None = None
+    ) -> tuple[list[Generation], CachedBatch | None]:
+        rows = [self._row(request) for request in batch.requests]
+        for row in rows:
+            if isinstance(row.tag, GetTag) and self._relay is not None:
+                self._import(row, row.tag)
+        chunks = [self._first_chunk(row) for row in rows]
+        if cached is not None:
+            joined = self._batches.pop(cached.id)
+            chunks += self._next_chunks(joined)
+            rows += joined
+        return self._step(cached.id if cached else batch.id, rows, chunks)
+
+    def _decode(self, batch_ids: Sequence[int]) -> tuple[list[Generation], CachedBatch | None]:
+        rows = [row for batch_id in batch_ids for row in self._batches.pop(batch_id, [])]
+        return self._step(batch_ids[0], rows, self._next_chunks(rows))
+
+    def _first_chunk(self, row: Row) -> int:
+        left = row.prompt_tokens - row.kv_tokens
+        return min(left, row.request.chunk_len or left)
+
+    def _next_chunks(self, rows: list[Row]) -> list[int]:
+        """New tokens of each row: one where it decodes; split prompts share what the budget leaves."""
+        budget = self._chunk_tokens - sum(row.prefilled for row in rows)
+        chunks = []
+        for row in rows:
+            left = 1 if row.prefilled else min(row.prompt_tokens - row.kv_tokens, max(budget, 1))
+            budget -= 0 if row.prefilled else left
+            chunks.append(left)
+        return chunks
+
+    @torch.inference_mode()
+    def _step(
+        self, batch_id: int, rows: list[Row], chunks: list[int]
+    ) -> tuple[list[Generation], CachedBatch | None]:
+        """One forward over `chunks[i]` new tokens of row i; rows whose prompt is complete get a token."""
+        logits = self._forward(rows, chunks)
+        for row in rows:
+            if row.imported is not None:
+                row.imported.repair(self._pool)
+        ready = [i for i, row in enumerate(rows) if row.prefilled]
+        generations = self._choose([rows[i] for i in ready], logits[ready]) if ready else []
+        return generations, self._keep(batch_id, rows, generations)
+
+    def _keep(self, batch_id: int, rows: list[Row], generations: list[Generation]) -> CachedBatch | None:
+        done = {g.request_id for g in generations if g.generated_text is not None}
+        running = [row for row in rows if row.request.id not in done]
+        if not running:
+            return None
+        self._batches[batch_id] = running
+        return CachedBatch(batch_id, tuple(row.request.id for row in running))
+
+    def _row(self, request: Request) -> Row:
+        tag = parse_tag(request.adapter_id) if self._relay is not None else None
+        return Row(
+            request=request,
+            tag=tag,
+            chooser=Chooser(request.sampling),
+            text=Detokenizer(self._loaded.tokenizer, request.input_ids),
+            stop=StopRule(request.stopping, self._loaded.eos_token_ids, end_first=isinstance(tag, PutTag)),
+            slots=torch.tensor(request.slots),
+            first_slot=consecutive_start(request.slots),
+            kv_tokens=request.cache_len,
+        )
+
+    def _import(self, row: Row, tag: GetTag) -> None:
+        assert self._relay is not None
+        prompt = row.request.input_ids
+        row.imported, row.import_result = self._relay.get(tag, prompt, row.request.slots[: len(prompt)])
+        if row.imported is not None:
+            row.kv_tokens = len(prompt) - 1  # the last token is redone: it rebuilds all text state
+
+    def _forward(self, rows: list[Row], chunks: list[int]) -> Tensor:
+        """Run the next `chunks[i]` tokens of row i; float32 logits [rows, vocab] of each row's last one."""
+        spans: list[Span] = []
+        positions: list[int] = []
+        flat: list[int] = []
+        write_slots: list[int] = []
+        for row, chunk in zip(rows, chunks, strict=True):
+            begin, end = row.kv_tokens, row.kv_tokens + chunk
+            spans.append(Span(chunk, end, row.slots[:end], row.first_slot))
+            positions.extend(range(begin, end))
+            flat.extend(row.text.ids[begin:end])
+            write_slots.extend(row.request.slots[begin:end])
+            row.kv_tokens = end
+        step = Step(self._pool, spans, torch.tensor(write_slots), consecutive_start(write_slots))
+        last_rows = torch.tensor(chunks).cumsum(0) - 1
+        output = self._loaded.model(
+            input_ids=torch.tensor([flat]),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+            logits_to_keep=last_rows,
+            paged_step=step,
+        )
+        if step.layers_seen != self._loaded.layers:
+            raise RuntimeError("this model does not route every layer through the attention registry")
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+    def _choose(self, rows: list[Row], logits: Tensor) -> list[Generation]:
+        logits = self._processed(rows, logits)
+        logprobs = logits.log_softmax(-1)
+        best = logits.argmax(-1).tolist()
+        generations = []
+        for i, row in enumerate(rows):
+            picked = best[i] if not row.chooser.sampling.do_sample else row.chooser.pick(logits[i])
+            generations.append(self._advance(row, picked, logprobs[i]))
+        return generations
+
+    def _processed(self, rows: list[Row], logits: Tensor) -> Tensor:
+        if all(row.chooser.plain_greedy for row in rows):
+            return logits
+        return torch.stack([row.chooser.process(logits[i], row.text.ids) for i, row in enumerate(rows)])
+
+    def _advance(self, row: Row, picked: int, logprobs: Tensor) -> Generation:
+        """Take one token: forced on the first step of a get leg, exported on that of a put leg."""
+        first_step = row.stop.tokens == 0
+        top = _top(logprobs, max(row.request.top_n_tokens, _TOP_EXPORTED if first_step else 0))
+        logprob = float(logprobs[picked])
+        if first_step and row.imported is not None:
+            first = row.imported.first
+            picked, logprob, top = first.id, first.logprob, list(first.top)
+        elif first_step and isinstance(row.tag, GetTag) and row.tag.first_token_id is not None:
+            picked = row.tag.first_token_id
+            logprob = float(logprobs[picked])
+        text = row.text.add(picked)
+        finish = row.stop.step(picked, text)
+        if first_step and isinstance(row.tag, PutTag) and self._relay is not None:
+            ended = finish is not None and finish != "length"
+            self._export(row, row.tag, FirstToken(picked, logprob, tuple(top)), ended=ended)
+        row.imported = None
+        return Generation(
+            request_id=row.request.id,
+            token=self._token(picked, logprob, text),
+            top_tokens=tuple(self._token(t, lp, None) for t, lp in top[: row.request.top_n_tokens]),
+            generated_text=self._ending(row, finish) if finish else None,
+            import_result=row.import_result if first_step else "",
+        )
+
+    def _export(self, row: Row, tag: PutTag, first: FirstToken, *, ended: bool) -> None:
+        assert self._relay is not None
+        prompt = row.request.input_ids
+        self._relay.put(tag, prompt, row.request.slots[: len(prompt)], first, ended=ended)
+
+    def _token(self, token_id: int, logprob: float, text: str | None) -> Token:
+        if text is None:
+            text = self._loaded.tokenizer.decode([token_id])
+        return Token(token_id, text, logprob, token_id in self._special)
+
+    def _ending(self, row: Row, reason: FinishReason) -> GeneratedText:
+        seed = row.chooser.seed if row.chooser.sampling.do_sample else None
+        return GeneratedText(row.text.generated_text(), row.stop.tokens, reason, seed)
+
+
+def _top(logprobs: Tensor, n: int) -> list[tuple[int, float]]:
+    if n == 0:
+        return []
+    values, ids = logprobs.topk(n)
+    return list(zip(ids.tolist(), values.tolist(), strict=True))

@@ -1,0 +1,287 @@
+"""TGI's HTTP surface over one model, and the verbs of the sidecar on the same port."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from orchestrator.api import answers, sse
+from orchestrator.api.schemas import ChatRequest, GenerateBody, parse_body
+from orchestrator.core.validation import GenerateRequest, invalid
+from orchestrator.errors import GatewayError, GenerationFailed, TooLarge
+from tgi_patches.contract import checked_handle
+from tgi_patches.sidecar import Sidecar
+
+from . import wire
+from .loop import Timing
+from .metrics import exposition
+from .seam import Generation
+from .service import Prepared, Service
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+_WAIT_LIMIT_S = 60.0
+_IMPORT_HEADER = "x-orchestrator-import"
+_STREAM_HEADERS = {"x-accel-buffering": "no", "cache-control": "no-cache"}
+
+
+class ShardServer:
+    """Routes as methods; `create_app` mounts them."""
+
+    def __init__(self, service: Service, sidecar: Sidecar, info: answers.Info) -> None:
+        self.service = service
+        self.sidecar = sidecar
+        self._info = info
+
+    async def warmup(self) -> None:
+        await self.service.loop.warmup()
+
+    # --- generation ---
+
+    async def generate(self, request: Request) -> Response:
+        received_s = time.monotonic()
+        body, _ = parse_body(GenerateBody, await self._body(request))
+        prepared = self.service.prepare(body.to_request(), stream=False)
+        timing = Timing()
+        answer = await _unless_left(request, self.service.answer(prepared, timing))
+        wanted = body.to_request().parameters
+        content = wire.generate_response(
+            prepared, answer, prefix=_prefix(body), details=wanted.details or bool(wanted.top_n_tokens)
+        )
+        headers = wire.timing_headers(prepared, answer, timing, received_s) | _import_header(
+            answer.import_result
+        )
+        headers |= _import_header(answer.import_result)
+        return Response(content.to_json(), media_type="application/json", headers=headers)
+
+    async def generate_stream(self, request: Request) -> Response:
+        body, _ = parse_body(GenerateBody, await self._body(request))
+        prepared = self.service.prepare(body.to_request(), stream=True)
+        prefix = _prefix(body)
+
+        async def events(steps: AsyncIterator[Generation]) -> AsyncGenerator[bytes]:
+            index = 0
+            async for step in steps:
+                index += 1
+                event = wire.stream_event(prepared, index, step, prefix=prefix)
+                yield sse.tgi_event(event.model_dump())
+
+        return await self._streamed(request, prepared, events, sse.tgi_event)
+
+    async def chat(self, request: Request) -> Response:
+        received_s = time.monotonic()
+        body, _ = parse_body(ChatRequest, await self._body(request))
+        prepared = self._prepared_chat(body)
+        if body.stream:
+            return await self._chat_stream(request, body, prepared)
+        timing = Timing()
+        answer = await _unless_left(request, self.service.answer(prepared, timing))
+        content = wire.chat_completion(
+            prepared, answer, model=body.model or self._info.model_id, logprobs=bool(body.logprobs)
+        )
+        headers = wire.timing_headers(prepared, answer, timing, received_s) | _import_header(
+            answer.import_result
+        )
+        headers |= _import_header(answer.import_result)
+        return Response(content.to_json(), media_type="application/json", headers=headers)
+
+    async def _chat_stream(self, request: Request, body: ChatRequest, prepared: Prepared) -> Response:
+        model = body.model or self._info.model_id
+
+        async def events(steps: AsyncIterator[Generation]) -> AsyncGenerator[bytes]:
+            count = 0
+            async for step in steps:
+                count += 1
+                chunk = wire.chat_chunk(step, model=model, logprobs=bool(body.logprobs))
+                yield sse.openai_event(chunk.model_dump())
+            if body.stream_options.include_usage:
+                yield sse.openai_event(wire.usage_chunk(prepared, count, model=model).model_dump())
+            yield sse.DONE
+
+        return await self._streamed(request, prepared, events, sse.openai_event)
+
+    async def _streamed(
+        self,
+        request: Request,
+        prepared: Prepared,
+        events: Callable[[AsyncIterator[Generation]], AsyncGenerator[bytes]],
+        encode: Callable[[dict[str, str]], bytes],
+    ) -> Response:
+        """Headers leave with the first token: an earlier error is a real status."""
+        steps = self.service.stream(prepared)
+        first = await _unless_left(request, anext(steps))
+
+        async def relayed() -> AsyncGenerator[bytes]:
+            async with aclosing(steps):
+                try:
+                    async for event in events(_chain(first, steps)):
+                        yield event
+                except GatewayError as error:
+                    yield encode(error.body())
+
+        headers = {"x-accel-buffering": "no", "cache-control": "no-cache"} | _import_header(
+            first.import_result
+        )
+        return StreamingResponse(relayed(), media_type="text/event-stream", headers=headers)
+
+    def _prepared_chat(self, body: ChatRequest) -> Prepared:
+        if body.tools:
+            raise invalid("`tools` are not supported by the embedded shard")
+        if body.has_image:
+            raise invalid("images are not supported by the embedded shard")
+        asked = GenerateRequest(self._templated(body), body.to_parameters(), add_special_tokens=False)
+        return self.service.prepare(asked, stream=body.stream)
+
+    def _templated(self, body: ChatRequest) -> str:
+        messages = [{"role": message.role, "content": message.as_text()} for message in body.messages]
+        return self.service.templated(messages)
+
+    # --- tokens ---
+
+    async def tokenize(self, request: Request) -> Response:
+        body, _ = parse_body(GenerateBody, await self._body(request))
+        return JSONResponse([item.model_dump() for item in self._simple_tokens(body.inputs)])
+
+    async def chat_tokenize(self, request: Request) -> Response:
+        body, _ = parse_body(ChatRequest, await self._body(request))
+        text = self._templated(body)
+        reply = answers.ChatTokenizeResponse(
+            tokenize_response=self._simple_tokens(text, add_special_tokens=False), templated_text=text
+        )
+        return Response(reply.to_json(), media_type="application/json")
+
+    def _simple_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[answers.SimpleToken]:
+        return [
+            answers.SimpleToken(id=token_id, text=text[start:stop], start=start, stop=stop)
+            for token_id, start, stop in self.service.offsets(text, add_special_tokens=add_special_tokens)
+        ]
+
+    # --- state ---
+
+    async def info(self, _: Request) -> Response:
+        return Response(self._info.to_json(), media_type="application/json")
+
+    async def health(self, _: Request) -> Response:
+        return Response()
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(exposition(self.sidecar.status()), media_type="text/plain; version=0.0.4")
+
+    async def kv_status(self, _: Request) -> Response:
+        return JSONResponse(self.sidecar.status().to_dict())
+
+    async def kv_wait(self, request: Request) -> Response:
+        try:
+            handle = checked_handle(request.path_params["handle"])
+            timeout_s = float(request.query_params.get("timeout_s", "5"))
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        reply = await self.sidecar.wait(
+            request.path_params["handle"], min(max(timeout_s, 0.0), _WAIT_LIMIT_S)
+        )
+        return JSONResponse(reply.to_dict())
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self.service.limits.payload_bytes
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise TooLarge(f"The request body is larger than {limit} bytes.")
+        return bytes(body)
+
+
+def create_app(server: ShardServer) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(server.service.loop.run())
+        task.add_done_callback(_stop_without_a_loop)
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    posts: dict[str, Handler] = {
+        "/generate": server.generate,
+        "/generate_stream": server.generate_stream,
+        "/v1/chat/completions": server.chat,
+        "/tokenize": server.tokenize,
+        "/chat_tokenize": server.chat_tokenize,
+    }
+    gets: dict[str, Handler] = {
+        "/info": server.info,
+        "/health": server.health,
+        "/metrics": server.metrics,
+        "/kv/status": server.kv_status,
+        "/kv/wait/{handle}": server.kv_wait,
+    }
+    for method, routes in (("POST", posts), ("GET", gets)):
+        for path, handler in routes.items():
+            app.add_route(path, handler, methods=[method])
+    app.add_exception_handler(GatewayError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    return app
+
+
+def _stop_without_a_loop(task: asyncio.Task[None]) -> None:
+    """A shard whose loop ended would accept requests and never answer: end the process instead."""
+    if not task.cancelled():
+        log.critical("loop_ended", error=repr(task.exception()))
+        signal.raise_signal(signal.SIGTERM)
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return JSONResponse(error.body(), status_code=error.status)
+
+
+async def _answer_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail, "error_type": "not_found"}, status_code=error.status_code)
+
+
+def _prefix(body: GenerateBody) -> str:
+    parameters = body.parameters
+    return body.inputs if parameters is not None and parameters.return_full_text else ""
+
+
+def _import_header(result: str) -> dict[str, str]:
+    return {_IMPORT_HEADER: result} if result else {}
+
+
+async def _chain(first: Generation, rest: AsyncIterator[Generation]) -> AsyncGenerator[Generation]:
+    yield first
+    async for step in rest:
+        yield step
+
+
+async def _unless_left(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client hangs up."""
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_hang_up(request))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise GenerationFailed("The client left.")
+        return task.result()
+    finally:
+        for future in (task, left):
+            future.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _hang_up(request: Request) -> None:
+    message: dict[str, Any] = {}
+    while message.get("type") != "http.disconnect":
+        message = dict(await request.receive())

@@ -1,0 +1,144 @@
+"""From a validated body to a running request: tokens, limits, sampling, stop rules."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.core.validation import (
+    GenerateRequest,
+    ValidParameters,
+    check_lengths,
+    invalid,
+    validate_request,
+)
+from tgi_patches.contract import ContractError, Limits, parse_tag
+
+from .loop import Loop, Timing
+from .seam import GeneratedText, Generation, Request, Sampling, Stopping, Token
+
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that passed validation and fits."""
+
+    request: Request
+    parameters: ValidParameters
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.input_ids)
+
+
+@dataclass(slots=True)
+class Answer:
+    """Everything one finished request produced."""
+
+    tokens: list[Token] = field(default_factory=list)
+    top_tokens: list[tuple[Token, ...]] = field(default_factory=list)
+    import_result: str = ""
+    ending: GeneratedText | None = None
+
+    def add(self, generation: Generation) -> None:
+        self.tokens.append(generation.token)
+        self.top_tokens.append(generation.top_tokens)
+        self.import_result = self.import_result or generation.import_result
+        self.ending = generation.generated_text
+
+
+class Service:
+    """One model's requests, behind every HTTP route."""
+
+    def __init__(self, *, tokenizer: Any, loop: Loop, limits: Limits) -> None:
+        self.tokenizer = tokenizer
+        self.loop = loop
+        self.limits = limits
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
+        """(token id, start, stop) in characters of `text`."""
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [(token_id, start, stop) for token_id, (start, stop) in pairs]
+
+    def templated(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The prompt that the model's chat template makes of `messages`."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise invalid("this model has no chat template")
+        try:
+            prompt: str = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            raise invalid(f"the chat template refused the messages: {error}") from error
+        return prompt
+
+    def prepare(self, asked: GenerateRequest, *, stream: bool) -> Prepared:
+        """Validate and tokenize; raises InvalidRequest with TGI's sentence."""
+        parameters = validate_request(asked, self.limits, stream=stream)
+        self._refuse_unsupported(asked, parameters)
+        ids = self.tokenize(asked.inputs, add_special_tokens=asked.add_special_tokens)
+        if parameters.truncate is not None:
+            ids = ids[-parameters.truncate :]
+        if not ids:
+            raise invalid("`inputs` cannot be empty")
+        max_new_tokens = check_lengths(len(ids), parameters.max_new_tokens, self.limits)
+        request = Request(
+            id=0,
+            inputs=asked.inputs,
+            input_ids=tuple(ids),
+            sampling=_sampling(parameters),
+            stopping=Stopping(max_new_tokens, parameters.stop),
+            slots=(),
+            adapter_id=parameters.adapter_id or "",
+            top_n_tokens=parameters.top_n_tokens,
+            add_special_tokens=asked.add_special_tokens,
+        )
+        return Prepared(request, parameters)
+
+    def stream(self, prepared: Prepared, timing: Timing | None = None) -> AsyncGenerator[Generation]:
+        """One Generation a token; closing it cancels the request within one step."""
+        return self.loop.generate(prepared.request, timing)
+
+    async def answer(self, prepared: Prepared, timing: Timing | None = None) -> Answer:
+        answer = Answer()
+        async with aclosing(self.stream(prepared, timing)) as generations:
+            async for generation in generations:
+                answer.add(generation)
+        return answer
+
+    def _refuse_unsupported(self, asked: GenerateRequest, parameters: ValidParameters) -> None:
+        if parameters.grammar is not None:
+            raise invalid("grammars are not supported by the embedded shard")
+        if parameters.watermark:
+            raise invalid("`watermark` is not supported by the embedded shard")
+        if parameters.best_of > 1:
+            raise invalid("`best_of` > 1 is not supported by the embedded shard")
+        if asked.parameters.decoder_input_details:
+            raise invalid("`decoder_input_details` is not supported by the embedded shard")
+        try:
+            parse_tag(parameters.adapter_id)
+        except ContractError as error:
+            raise invalid(str(error)) from None
+
+
+def _sampling(parameters: ValidParameters) -> Sampling:
+    seed = parameters.seed
+    return Sampling(
+        do_sample=parameters.do_sample,
+        temperature=parameters.temperature,
+        top_k=parameters.top_k,
+        top_p=parameters.top_p,
+        typical_p=parameters.typical_p,
+        repetition_penalty=parameters.repetition_penalty,
+        frequency_penalty=parameters.frequency_penalty,
+        seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
+    )

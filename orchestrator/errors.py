@@ -1,0 +1,84 @@
+"""Every error that the orchestrator raises on purpose.
+
+OrchestratorError
+├── ConfigError              what the user wrote cannot be used; exit code 2
+├── Unreachable              a deployment, Redis or a shard does not answer; exit code 3
+├── GatewayError             an answer to a client, in TGI's error shape
+│   ├── InvalidRequest       422 validation
+│   ├── TooLarge             413 validation
+│   ├── Overloaded           429 overloaded
+│   ├── GenerationFailed     424 generation
+│   ├── ShardLost            502 generation
+│   ├── Unavailable          503 generation
+│   └── DeadlinePassed       504 generation
+└── ShardError               a shard did not do what it was asked; translated before a client sees it
+
+Beside it stands `tgi_patches.contract.BridgeMiss(reason)`: a KV record was not used.  The overlay
+raises and counts it; it never leaves a shard.
+"""
+
+from __future__ import annotations
+
+
+class OrchestratorError(Exception):
+    """The root; its text is one sentence for a user."""
+
+    exit_code = 1
+
+
+class ConfigError(OrchestratorError):
+    exit_code = 2
+
+
+class Unreachable(OrchestratorError):
+    exit_code = 3
+
+
+class GatewayError(OrchestratorError):
+    """Knows its HTTP status and TGI's `error_type`."""
+
+    status = 500
+    error_type = "generation"
+
+    def body(self) -> dict[str, str]:
+        """TGI's error body."""
+        return {"error": str(self), "error_type": self.error_type}
+
+
+class InvalidRequest(GatewayError):
+    status = 422
+    error_type = "validation"
+
+
+class TooLarge(GatewayError):
+    status = 413
+    error_type = "validation"
+
+
+class Overloaded(GatewayError):
+    status = 429
+    error_type = "overloaded"
+
+
+class GenerationFailed(GatewayError):
+    status = 424
+
+
+class ShardLost(GatewayError):
+    """The shard that served the request went away."""
+
+    status = 502
+
+
+class Unavailable(GatewayError):
+    """No shard can serve the request now."""
+
+    status = 503
+
+
+class DeadlinePassed(GatewayError):
+    status = 504
+
+
+class ShardError(OrchestratorError):
+    pass

@@ -1,0 +1,89 @@
+"""How a prompt's KV travels from the shard that prefilled it to the shard that decodes.
+
+The Protocol and the facts both sides exchange.  Bytes only: nothing here knows tensors.
+`arena.py` is the bridge of one host, `memory.py` the fake with the same semantics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Planes = Sequence[Sequence[memoryview]]
+"""One entry per [layer][k|v] in order, each a list of uint8 runs in token order.
+
+A run is a stretch of consecutive slots of the paged pool; every plane holds the same tokens.
+"""
+
+
+class ArenaError(Exception):
+    """An arena cannot be opened as asked; the text is one sentence for a user."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What prefill sampled: the token, its logprob and at most 5 (id, logprob) of the top-n list."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One published record: plain values, so it stays readable after the bytes were overwritten."""
+
+    handle: str
+    shard: str
+    epoch: int
+    sequence: int
+    """Counts the exports of one epoch from 1."""
+    token_ids: tuple[int, ...]
+    first: FirstToken
+    ended: bool
+    kv_bytes: int
+    position: int = field(repr=False)
+    """Virtual offset in the owner's ring; only the bridge that made the record understands it."""
+    checksums: tuple[int, ...] = field(repr=False)
+    """xxh3_64 of each 256 KiB of the data, in order."""
+
+
+class Bridge(Protocol):
+    """Four verbs; a record that cannot be used raises BridgeMiss(reason), never anything else."""
+
+    @property
+    def ring_bytes(self) -> int:
+        """Size of the own ring; 0 for a shard that only reads."""
+
+    @property
+    def record_limit_bytes(self) -> int:
+        """The largest `kv_bytes` that can be exported: a quarter of the ring."""
+
+    def export(
+        self, handle: str, token_ids: Sequence[int], first: FirstToken, ended: bool, planes: Planes
+    ) -> Record:
+        """Copy all planes into the own ring and publish; a handle exported twice: the later counts.
+
+        Raises BridgeMiss: LAYOUT (over the limit, or planes of unequal token counts), UNSUPPORTED
+        (no ring).
+        """
+
+    def lookup(self, shard: str, epoch: int, handle: str) -> Record:
+        """The record of another (or this) shard.
+
+        Raises BridgeMiss: EPOCH (the shard restarted), FINGERPRINT, MISSING (never there, expired),
+        OVERWRITTEN, CHECKSUM (its description is damaged), LAYOUT (another arena version), ERROR.
+        """
+
+    def own_lookup(self, handle: str) -> Record:
+        """The same for this shard's own ring and epoch; safe from another thread than export's."""
+
+    def read_into(self, record: Record, planes: Planes, tokens: int) -> None:
+        """Copy the first `tokens` tokens of every plane into writable runs, verified on return.
+
+        Raises BridgeMiss: EPOCH, OVERWRITTEN, CHECKSUM, LAYOUT; the runs then hold garbage.
+        """
+
+    def close(self) -> None:
+        """Let go of every mapping; published records stay readable for others until they expire."""

@@ -1,0 +1,169 @@
+"""The bridge of one host: an own ring to write, the rings of all peers to read.
+
+Peers are mapped when first asked for and again when another file stands at their path.  Export and
+lookup belong to one thread; `own_lookup` may be called from any, until `close`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tgi_patches.bridge import ArenaError, FirstToken, Planes, Record
+from tgi_patches.bridge.files import Mapping, arena_path, open_for_reading, read_layout
+from tgi_patches.bridge.layout import (
+    INDEX_SLOTS,
+    PAGE_BYTES,
+    RECORD_SHARE,
+    RING_MIN_BYTES,
+    ArenaLayout,
+    key_of,
+)
+from tgi_patches.bridge.reader import ArenaReader
+from tgi_patches.bridge.ring import align
+from tgi_patches.bridge.writer import ArenaWriter
+from tgi_patches.contract import BridgeMiss, Fingerprint, MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A mapped arena and the file it came from (device, inode)."""
+
+    file: tuple[int, int]
+    mapping: Mapping
+    reader: ArenaReader
+
+
+class ArenaBridge:
+    """The Bridge over files in `directory`; `arena_bytes` of own ring, 0 for a shard that only reads.
+
+    `clock` is CLOCK_MONOTONIC in ns and must be the same for all shards of the host.
+    Raises ArenaError when the own ring cannot be set up.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        deployment: str,
+        shard: str,
+        rank: int,
+        epoch: int,
+        fingerprint: Fingerprint,
+        arena_bytes: int,
+        record_ttl_s: float,
+        *,
+        index_slots: int = INDEX_SLOTS,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._directory = directory
+        self._deployment = deployment
+        self._shard = shard
+        self._rank = rank
+        self._epoch = epoch
+        self._digest = int(fingerprint.digest(), 16)
+        self._clock = clock
+        self._peers: dict[str, _Peer] = {}
+        self._writer: ArenaWriter | None = None
+        self._own: ArenaReader | None = None
+        self.ring_bytes = align(arena_bytes, PAGE_BYTES)
+        if not arena_bytes:
+            return
+        if arena_bytes < RING_MIN_BYTES:
+            raise ArenaError(f"An arena needs at least {RING_MIN_BYTES} bytes, not {arena_bytes}.")
+        path = arena_path(directory, deployment, shard, rank)
+        layout = ArenaLayout(self.ring_bytes, index_slots)
+        ttl_ns = round(record_ttl_s * 1e9)
+        self._writer = ArenaWriter(path, layout, epoch, self._digest, ttl_ns, clock)
+        self._own = ArenaReader(self._writer.mapping, shard, self._digest, clock)
+
+    @property
+    def record_limit_bytes(self) -> int:
+        """The largest `kv_bytes` of a record: a quarter of the ring."""
+        return self.ring_bytes // RECORD_SHARE
+
+    def export(
+        self, handle: str, token_ids: Sequence[int], first: FirstToken, ended: bool, planes: Planes
+    ) -> Record:
+        """See Bridge.export."""
+        if self._writer is None:
+            raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
+        entry, checksums = self._writer.export(key_of(handle), token_ids, first, ended, planes)
+        return entry.record(handle, self._shard, token_ids, checksums)
+
+    def lookup(self, shard: str, epoch: int, handle: str) -> Record:
+        """See Bridge.lookup."""
+        return self._reader(shard).lookup(epoch, handle)
+
+    def own_lookup(self, handle: str) -> Record:
+        """See Bridge.own_lookup."""
+        if self._own is None:
+            raise BridgeMiss(MissReason.MISSING, "this shard has no ring")
+        return self._own.lookup(self._epoch, handle)
+
+    def read_into(self, record: Record, planes: Planes, tokens: int) -> None:
+        """See Bridge.read_into."""
+        reader = self._known(record.shard)
+        if reader is None:
+            raise BridgeMiss(MissReason.MISSING, f"no arena of {record.shard}")
+        reader.read_into(record, planes, tokens)
+
+    def close(self) -> None:
+        """See Bridge.close."""
+        for peer in self._peers.values():
+            peer.mapping.close()
+        self._peers.clear()
+        self._own = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _known(self, shard: str) -> ArenaReader | None:
+        if shard == self._shard and self._own is not None:
+            return self._own
+        peer = self._peers.get(shard)
+        return None if peer is None else peer.reader
+
+    def _reader(self, shard: str) -> ArenaReader:
+        """A reader of the file that stands at the shard's path now."""
+        if shard == self._shard and self._own is not None:
+            return self._own
+        peer = self._peers.get(shard)
+        if peer is None or peer.file != self._file_of(shard):
+            self._forget_replaced()
+            peer = self._peers[shard] = self._map(shard)
+        return peer.reader
+
+    def _map(self, shard: str) -> _Peer:
+        fd = open_for_reading(self._path(shard))
+        try:
+            layout = read_layout(fd)
+            if layout is None:
+                raise BridgeMiss(MissReason.LAYOUT, f"the arena of {shard} is of another version")
+            found = os.fstat(fd)
+            mapping = Mapping(fd, layout, writable=False)
+        except OSError as error:
+            raise BridgeMiss(MissReason.ERROR, f"the arena of {shard}: {error.strerror}") from None
+        finally:
+            os.close(fd)
+        reader = ArenaReader(mapping, shard, self._digest, self._clock)
+        return _Peer((found.st_dev, found.st_ino), mapping, reader)
+
+    def _forget_replaced(self) -> None:
+        """Unmap every file that was unlinked: a mapping keeps its memory from being freed."""
+        for shard, peer in list(self._peers.items()):
+            if peer.file != self._file_of(shard):
+                del self._peers[shard]
+                peer.mapping.close()
+
+    def _file_of(self, shard: str) -> tuple[int, int] | None:
+        try:
+            found = os.lstat(self._path(shard))
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _path(self, shard: str) -> Path:
+        return arena_path(self._directory, self._deployment, shard, self._rank)

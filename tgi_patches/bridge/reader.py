@@ -1,0 +1,109 @@
+"""Reads records out of a mapped arena without any lock, while its owner goes on writing.
+
+A record is believed only when, after the copy has completed, the owner's epoch, its tail and the
+slot's sequence still cover it, and every checksum matches what arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tgi_patches.bridge import Planes, Record
+from tgi_patches.bridge.blocks import checked_kv_bytes, checksum, copy_out
+from tgi_patches.bridge.files import Mapping
+from tgi_patches.bridge.layout import (
+    HEADER_BYTES,
+    KEY_OFFSET,
+    SLOT_BYTES,
+    Body,
+    Entry,
+    Word,
+    key_of,
+    sequence_of,
+    unpack_entry,
+)
+from tgi_patches.contract import BridgeMiss, MissReason
+
+
+class ArenaReader:
+    """One shard's records; `digest` is the fingerprint that this side can use, `clock` in ns."""
+
+    def __init__(self, mapping: Mapping, shard: str, digest: int, clock: Callable[[], int]) -> None:
+        self._mapping = mapping
+        self._shard = shard
+        self._digest = digest
+        self._clock = clock
+
+    def lookup(self, epoch: int, handle: str) -> Record:
+        """The newest valid record of `handle`; BridgeMiss as in Bridge.lookup."""
+        key = key_of(handle)
+        self._check_owner(epoch)
+        entry = self._find(key, epoch)
+        if self._clock() >= entry.published_ns + entry.ttl_ns:
+            raise BridgeMiss(MissReason.MISSING, "expired")
+        body = Body(entry.prompt_tokens, entry.kv_bytes)
+        described = bytes(self._ring_bytes(entry.position, body.described_bytes))
+        self._check_current(epoch, entry.position, entry.sequence)
+        if checksum(described) != entry.description_checksum:
+            raise BridgeMiss(MissReason.CHECKSUM, "description")
+        token_ids, checksums = body.described(described)
+        return entry.record(handle, self._shard, token_ids, checksums)
+
+    def read_into(self, record: Record, planes: Planes, tokens: int) -> None:
+        """Copy and verify; BridgeMiss as in Bridge.read_into."""
+        prompt_tokens = len(record.token_ids)
+        if not 0 <= tokens <= prompt_tokens:
+            raise BridgeMiss(MissReason.LAYOUT, f"{tokens} of {prompt_tokens} tokens")
+        self._check_current(record.epoch, record.position, record.sequence)
+        if not tokens:
+            return
+        if checked_kv_bytes(planes, tokens) * prompt_tokens != record.kv_bytes * tokens:
+            raise BridgeMiss(MissReason.LAYOUT, f"the planes do not add up to {record.kv_bytes} bytes")
+        start = record.position + Body(prompt_tokens, record.kv_bytes).data_offset
+        data = self._ring_bytes(start, record.kv_bytes)
+        checksums = copy_out(data, planes, tokens, prompt_tokens)
+        self._check_current(record.epoch, record.position, record.sequence)
+        if checksums != record.checksums:
+            raise BridgeMiss(MissReason.CHECKSUM, "data")
+
+    def _find(self, key: bytes, epoch: int) -> Entry:
+        """The live slot with `key`; a slot that lost its record keeps the key under sequence 0."""
+        reason = MissReason.MISSING
+        for offset in self._slots_with(key):
+            raw = bytes(self._mapping.data[offset : offset + SLOT_BYTES])
+            entry = unpack_entry(raw)
+            sequence = self._mapping.words[offset // 8]
+            if not sequence or sequence != sequence_of(raw):
+                reason = MissReason.OVERWRITTEN
+            elif entry is None:
+                reason = MissReason.CHECKSUM
+            elif entry.epoch == epoch:
+                return entry
+        raise BridgeMiss(reason)
+
+    def _slots_with(self, key: bytes) -> Iterator[int]:
+        found = self._mapping.find(key, HEADER_BYTES)
+        while found >= 0:
+            offset = found - KEY_OFFSET
+            if (offset - HEADER_BYTES) % SLOT_BYTES == 0:
+                yield offset
+            found = self._mapping.find(key, found + 1)
+
+    def _check_owner(self, epoch: int) -> None:
+        words = self._mapping.words
+        if words[Word.EPOCH] != epoch:
+            raise BridgeMiss(MissReason.EPOCH, f"{self._shard} is at {words[Word.EPOCH]}, not {epoch}")
+        if words[Word.FINGERPRINT] != self._digest:
+            raise BridgeMiss(MissReason.FINGERPRINT, f"{self._shard} has {words[Word.FINGERPRINT]:016x}")
+
+    def _check_current(self, epoch: int, position: int, sequence: int) -> None:
+        """Nothing that covers the record has changed: call it after the bytes were copied."""
+        self._check_owner(epoch)
+        words = self._mapping.words
+        slot = self._mapping.layout.slot_offset(sequence) // 8
+        if words[Word.TAIL] > position or words[slot] != sequence:
+            raise BridgeMiss(MissReason.OVERWRITTEN, f"by {self._shard}")
+
+    def _ring_bytes(self, position: int, size: int) -> memoryview:
+        start = position % self._mapping.layout.ring_bytes
+        return self._mapping.ring[start : start + size]
