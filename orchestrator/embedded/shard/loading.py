@@ -47,7 +47,7 @@ def load(folder: Path, dtype_name: str) -> Loaded:
         raise ConfigError(f"The model folder {folder} has no config.json.")
     config = _checked_config(folder)
     attention.register()
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(

@@ -187,9 +187,7 @@ class ShardServer:
             timeout_s = float(request.query_params.get("timeout_s", "5"))
         except ValueError as error:
             raise invalid(str(error)) from None
-        reply = await self.sidecar.wait(
-            request.path_params["handle"], min(max(timeout_s, 0.0), _WAIT_LIMIT_S)
-        )
+        reply = await self.sidecar.wait(handle, min(max(timeout_s, 0.0), _WAIT_LIMIT_S))
         return JSONResponse(reply.to_dict())
 
     async def _body(self, request: Request) -> bytes:
