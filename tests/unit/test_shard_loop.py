@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
 
 import pytest
@@ -23,6 +23,8 @@ from orchestrator.embedded.shard.seam import (
 )
 from orchestrator.errors import GenerationFailed, Overloaded
 
+CHUNK = 4
+
 
 class RecordingModel:
     """Yields token n on step n.  Every step waits for `allow`, so tests decide what arrives when."""
@@ -33,6 +35,7 @@ class RecordingModel:
         self.fail_next = False
         self._batches: dict[int, dict[int, Request]] = {}
         self._steps: dict[int, int] = {}
+        self._left: dict[int, int] = {}
 
     async def info(self) -> ModelInfo:
         return ModelInfo("fake", "float32", 10, 1, 64, 64, 1)
@@ -40,11 +43,15 @@ class RecordingModel:
     async def warmup(self) -> None:
         self.calls.append(("warmup",))
 
-    async def prefill(self, batch: Batch) -> tuple[list[Generation], CachedBatch | None]:
-        self.calls.append(("prefill", *(len(r.input_ids) for r in batch.requests)))
+    async def prefill(
+        self, batch: Batch, cached: CachedBatch | None = None
+    ) -> tuple[list[Generation], CachedBatch | None]:
+        self.calls.append(("prefill", *(r.chunk_len or len(r.input_ids) for r in batch.requests)))
         await self._step()
-        self._batches[batch.id] = {r.id: r for r in batch.requests}
-        return self._advance(batch.id)
+        joined = {} if cached is None else self._batches.pop(cached.id)
+        self._left |= {r.id: len(r.input_ids) - r.chunk_len for r in batch.requests if r.chunk_len}
+        self._batches[batch.id] = joined | {r.id: r for r in batch.requests}
+        return self._advance(batch.id, started={r.id for r in batch.requests})
 
     async def decode(self, batches: list[CachedBatch]) -> tuple[list[Generation], CachedBatch | None]:
         joined: dict[int, Request] = {}
@@ -70,18 +77,25 @@ class RecordingModel:
             self.fail_next = False
             raise RuntimeError("out of luck")
 
-    def _advance(self, batch_id: int) -> tuple[list[Generation], CachedBatch | None]:
+    def _advance(
+        self, batch_id: int, started: Container[int] = ()
+    ) -> tuple[list[Generation], CachedBatch | None]:
+        """A token for every request whose prompt is complete; others take `CHUNK` more of theirs."""
         generations = []
         for request in self._batches[batch_id].values():
+            if request.id in self._left and request.id not in started:
+                self._left[request.id] -= CHUNK
+            if self._left.get(request.id, 0) > 0:
+                continue
             n = self._steps[request.id] = self._steps.get(request.id, 0) + 1
             ended = n == request.stopping.max_new_tokens
             text = GeneratedText("", n, "length", None) if ended else None
             generations.append(Generation(request.id, Token(n, str(n), 0.0, False), generated_text=text))
-        left = {
-            r.id: r for r in self._batches[batch_id].values() if self._steps[r.id] < r.stopping.max_new_tokens
-        }
+        rows = self._batches[batch_id]
+        left = {i: r for i, r in rows.items() if self._steps.get(i, 0) < r.stopping.max_new_tokens}
         self._batches[batch_id] = left
-        return generations, CachedBatch(batch_id, tuple(left)) if left else None
+        tokens = sum(min(CHUNK, max(1, self._left.get(i, 0))) for i in left)
+        return generations, CachedBatch(batch_id, tuple(left), tokens) if left else None
 
 
 def request(prompt_tokens: int, max_new_tokens: int) -> Request:
@@ -90,10 +104,15 @@ def request(prompt_tokens: int, max_new_tokens: int) -> Request:
 
 @asynccontextmanager
 async def running_loop(
-    *, blocks: int = 512, prefill_tokens: int = 100, batch: int = 8, concurrent: int = 8
+    *,
+    blocks: int = 512,
+    prefill_tokens: int = 100,
+    batch: int = 8,
+    concurrent: int = 8,
+    chunked: bool = False,
 ) -> AsyncIterator[tuple[Loop, RecordingModel]]:
     model = RecordingModel()
-    loop = Loop(model, BlockAllocator(blocks, 1), Budgets(prefill_tokens, batch, concurrent))
+    loop = Loop(model, BlockAllocator(blocks, 1), Budgets(prefill_tokens, batch, concurrent, chunked))
     task = asyncio.create_task(loop.run())
     try:
         yield loop, model
@@ -224,3 +243,37 @@ async def test_too_many_requests_are_refused_as_overloaded() -> None:
             await collect(loop, request(1, 1))
         model.allow.release()
         await asyncio.gather(*tasks)
+
+
+async def test_with_chunks_a_long_prompt_is_split_and_the_running_batch_steps_along() -> None:
+    async with running_loop(prefill_tokens=CHUNK, chunked=True) as (loop, model):
+        first = asyncio.create_task(collect(loop, request(2, 6)))
+        await until(model, 1)
+        second = asyncio.create_task(collect(loop, request(9, 2)))
+        await asyncio.sleep(0)
+        for _ in range(6):
+            model.allow.release()
+        assert await first == [1, 2, 3, 4, 5, 6]
+        assert await second == [1, 2]
+        # budget 4, one token of it for the running request: a first chunk of 3 of 9 tokens
+        assert model.calls == [
+            ("prefill", 2),
+            ("prefill", 3),
+            ("decode", 2),
+            ("decode", 2),
+            ("decode", 2),
+            ("decode", 1),
+        ]
+
+
+async def test_with_chunks_nothing_joins_while_a_split_prompt_takes_the_whole_budget() -> None:
+    async with running_loop(prefill_tokens=CHUNK, chunked=True) as (loop, model):
+        long = asyncio.create_task(collect(loop, request(11, 1)))
+        await until(model, 1)
+        late = asyncio.create_task(collect(loop, request(1, 1)))
+        await asyncio.sleep(0)
+        for _ in range(5):
+            model.allow.release()
+        assert await long == [1]
+        assert await late == [1]
+        assert model.calls == [("prefill", 4), ("decode", 1), ("prefill", 1)]

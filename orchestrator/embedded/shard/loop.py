@@ -1,8 +1,8 @@
-"""The scheduling loop of TGI v3's router, first in first out.
+"""The scheduling loop of TGI v3's router, first in first out, with or without chunked prefill.
 
     wait for a batch -> prefill -> [ maybe prefill a joining batch -> decode all ] until nothing runs
 
-A prefill stalls every running decode; that is what phase separation is measured against.
+Without chunks a prefill stalls every running decode; with them the running batch steps along.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from itertools import count
 import structlog
 
 from orchestrator.errors import GenerationFailed, Overloaded
+from tgi_patches.contract import GetTag, parse_tag
 
-from .blocks import BlockAllocator
+from .blocks import Allocator
 from .seam import Batch, CachedBatch, Generation, Request, ShardModel
 
 log = structlog.get_logger(__name__)
@@ -34,6 +35,8 @@ class Budgets:
     max_batch_prefill_tokens: int
     max_batch_size: int
     max_concurrent_requests: int
+    chunked: bool = False
+    """Split prompts at the prefill budget and let running requests step along."""
 
 
 @dataclass(slots=True)
@@ -54,21 +57,18 @@ class Entry:
     blocks: tuple[int, ...] = ()
     closed: bool = False
     """The reader left; the loop drops the request after the running step."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.input_ids)
+    prefilled: bool = False
 
     @property
     def total_tokens(self) -> int:
         """KV positions the request may fill; the last token's KV is never written."""
-        return self.prompt_tokens + self.request.stopping.max_new_tokens - 1
+        return len(self.request.input_ids) + self.request.stopping.max_new_tokens - 1
 
 
 class Loop:
     """Owns waiting and running requests of one model.  Run `run()` as a task; feed it by `generate`."""
 
-    def __init__(self, model: ShardModel, allocator: BlockAllocator, budgets: Budgets) -> None:
+    def __init__(self, model: ShardModel, allocator: Allocator, budgets: Budgets) -> None:
         self._model = model
         self._allocator = allocator
         self._budgets = budgets
@@ -88,6 +88,7 @@ class Loop:
 
     @property
     def kv_tokens_used(self) -> int:
+        """Tokens of the blocks that requests own."""
         return self._allocator.used_tokens
 
     async def generate(self, request: Request, timing: Timing | None = None) -> AsyncGenerator[Generation]:
@@ -118,7 +119,7 @@ class Loop:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            while (batch := self._next_batch(0, self._budgets.max_batch_size)) is not None:
+            while (batch := self._next_batch(0, self._budgets.max_batch_size, 0)) is not None:
                 await self._serve(batch)
 
     # --- one busy period ---
@@ -128,31 +129,37 @@ class Loop:
             cached = await self._prefill(batch)
             steps_since_prefill = 1
             while cached is not None:
-                running = [cached]
-                joining = self._joining(len(cached.request_ids), steps_since_prefill)
+                joining = self._joining(cached, steps_since_prefill)
+                running: list[CachedBatch | None] = [cached]
                 if joining is not None:
-                    joined = await self._prefill(joining)
                     steps_since_prefill = 1
-                    if joined is not None:
-                        running.append(joined)
-                cached = await self._decode(running)
+                    if self._budgets.chunked:
+                        running = [await self._prefill(joining, cached)]
+                    else:
+                        running.append(await self._prefill(joining))
+                cached = await self._decode([part for part in running if part is not None])
                 steps_since_prefill += 1
         except Exception as error:
             log.exception("step_failed", requests=len(self._running))
             await self._model.clear_cache()
             self._fail_all(error)
 
-    def _joining(self, running: int, steps: int) -> Batch | None:
+    def _joining(self, cached: CachedBatch, steps: int) -> Batch | None:
+        running = len(cached.request_ids)
+        room = self._budgets.max_batch_size - running
+        if self._budgets.chunked:
+            return self._next_batch(0, room, cached.current_tokens)
         patient = steps < _MAX_WAITING_STEPS
-        smallest = int(running * _WAITING_SERVED_RATIO) if patient else 0
-        return self._next_batch(smallest, self._budgets.max_batch_size - running)
+        return self._next_batch(int(running * _WAITING_SERVED_RATIO) if patient else 0, room, 0)
 
-    async def _prefill(self, batch: Batch) -> CachedBatch | None:
-        generations, cached = await self._model.prefill(batch)
+    async def _prefill(self, batch: Batch, cached: CachedBatch | None = None) -> CachedBatch | None:
+        generations, cached = await self._model.prefill(batch, cached)
         self._deliver(generations)
         return await self._filtered(cached)
 
     async def _decode(self, batches: list[CachedBatch]) -> CachedBatch | None:
+        if not batches:
+            return None
         generations, cached = await self._model.decode(batches)
         self._deliver(generations)
         return await self._filtered(cached)
@@ -160,6 +167,9 @@ class Loop:
     def _deliver(self, generations: list[Generation]) -> None:
         for generation in generations:
             entry = self._running[generation.request_id]
+            if not entry.prefilled:
+                entry.prefilled = True
+                self._allocator.computed(entry.blocks, entry.request.input_ids)
             entry.steps.put_nowait(generation)
             if generation.generated_text is not None:
                 self._drop(entry)
@@ -181,31 +191,45 @@ class Loop:
 
     # --- requests in and out ---
 
-    def _next_batch(self, smallest: int, largest: int) -> Batch | None:
-        """The oldest waiting requests that fit the budgets; None if fewer than `smallest` do."""
+    def _next_batch(self, smallest: int, largest: int, tokens_taken: int) -> Batch | None:
+        """The oldest waiting requests that fit; None if fewer than `smallest` wait.
+
+        `tokens_taken` of the prefill budget are the running batch's.
+        """
         self._waiting = deque(entry for entry in self._waiting if not entry.closed)
         if not self._waiting or len(self._waiting) < smallest:
             return None
+        budget = self._budgets.max_batch_prefill_tokens - tokens_taken
         taken: list[Entry] = []
-        prefill_tokens = 0
         while self._waiting and len(taken) < largest:
-            entry = self._waiting[0]
-            prefill_tokens += entry.prompt_tokens
-            if taken and prefill_tokens > self._budgets.max_batch_prefill_tokens:
+            prompt_tokens = len(self._waiting[0].request.input_ids)
+            chunk = min(prompt_tokens, budget) if self._budgets.chunked else prompt_tokens
+            if chunk <= 0 or (chunk > budget and taken) or not self._take(self._waiting[0], chunk):
                 break
-            blocks = self._allocator.allocate(entry.total_tokens)
-            if blocks is None:
-                break
-            self._waiting.popleft()
-            entry.blocks = blocks
-            entry.timing.started_s = time.monotonic()
-            slots = self._allocator.slots(blocks, entry.total_tokens)
-            entry.request = replace(entry.request, slots=slots)
-            taken.append(entry)
+            taken.append(self._waiting.popleft())
+            budget -= chunk
         if not taken:
             return None
         self._running.update((entry.request.id, entry) for entry in taken)
         return Batch(next(self._batch_ids), tuple(entry.request for entry in taken))
+
+    def _take(self, entry: Entry, chunk: int) -> bool:
+        """Give the request its blocks; False where too few are free."""
+        request = entry.request
+        # an import writes the whole prompt, so a get leg may not share its blocks with others
+        imports = isinstance(parse_tag(request.adapter_id), GetTag)
+        allocation = self._allocator.allocate(entry.total_tokens, () if imports else request.input_ids)
+        if allocation is None:
+            return False
+        entry.blocks = allocation.blocks
+        entry.timing.started_s = time.monotonic()
+        entry.request = replace(
+            request,
+            slots=self._allocator.slots(allocation.blocks, entry.total_tokens),
+            cache_len=allocation.cached_tokens,
+            chunk_len=chunk if chunk < len(request.input_ids) else 0,
+        )
+        return True
 
     def _drop(self, entry: Entry) -> None:
         del self._running[entry.request.id]
@@ -213,7 +237,6 @@ class Loop:
 
     def _fail_all(self, error: Exception) -> None:
         for entry in list(self._running.values()):
-            entry.steps.put_nowait(
-                GenerationFailed(f"Request failed during generation: {type(error).__name__}")
-            )
+            failure = GenerationFailed(f"Request failed during generation: {type(error).__name__}")
+            entry.steps.put_nowait(failure)
             self._drop(entry)

@@ -114,8 +114,7 @@ class TransformersModel:
     async def filter_batch(self, batch_id: int, request_ids: tuple[int, ...]) -> CachedBatch:
         kept = frozenset(request_ids)
         rows = [row for row in self._batches[batch_id] if row.request.id in kept]
-        self._batches[batch_id] = rows
-        return CachedBatch(batch_id, tuple(row.request.id for row in rows))
+        return self._cached(batch_id, rows)
 
     async def clear_cache(self, batch_id: int | None = None) -> None:
         if batch_id is None:
@@ -191,8 +190,12 @@ class TransformersModel:
         running = [row for row in rows if row.request.id not in done]
         if not running:
             return None
-        self._batches[batch_id] = running
-        return CachedBatch(batch_id, tuple(row.request.id for row in running))
+        return self._cached(batch_id, running)
+
+    def _cached(self, batch_id: int, rows: list[Row]) -> CachedBatch:
+        self._batches[batch_id] = rows
+        ids = tuple(row.request.id for row in rows)
+        return CachedBatch(batch_id, ids, sum(self._next_chunks(rows)))
 
     def _row(self, request: Request) -> Row:
         tag = parse_tag(request.adapter_id) if self._relay is not None else None

@@ -65,6 +65,8 @@ class CachedBatch:
 
     id: int
     request_ids: tuple[int, ...]
+    current_tokens: int = 0
+    """New tokens of its next step: one per request that decodes, a chunk per split prompt."""
 
 
 @dataclass(frozen=True, slots=True)
