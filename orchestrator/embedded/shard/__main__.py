@@ -8,9 +8,13 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
+
+if TYPE_CHECKING:
+    from .server import ShardServer
 
 from orchestrator.errors import ConfigError, OrchestratorError
 from tgi_patches.contract import ContractError, ShardSpec
@@ -43,7 +47,7 @@ async def _serve(spec: ShardSpec, listener: socket.socket) -> int:
 
     shard = assemble(spec)
     try:
-        await shard.server.warmup()
+        await _warm_up(shard.server, spec)
         log.info("shard_ready", shard=spec.shard, role=str(spec.role), dtype=spec.dtype)
         config = uvicorn.Config(
             create_app(shard.server),
@@ -57,6 +61,14 @@ async def _serve(spec: ShardSpec, listener: socket.socket) -> int:
     finally:
         shard.close()
     return 0
+
+
+async def _warm_up(server: ShardServer, spec: ShardSpec) -> None:
+    """The first step of a model shows what its config does not: refuse it here, in a sentence."""
+    try:
+        await server.warmup()
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"The model {spec.model_name} cannot be served: {error}") from error
 
 
 def _listen(spec: ShardSpec) -> socket.socket:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import structlog
+import torch
 
 from orchestrator.api import answers
 from orchestrator.errors import ConfigError
@@ -170,14 +171,19 @@ def _fingerprint(spec: ShardSpec, loaded: Loaded) -> Fingerprint:
         model=spec.model_name,
         revision=spec.revision,
         tokenizer=tokenizer_hash(folder),
-        dtype=spec.dtype,
-        kv_dtype=spec.dtype,
+        dtype=_name(loaded.dtype),
+        kv_dtype=_name(loaded.dtype),
+        quantization=loaded.quantization,
         layers=loaded.layers,
         kv_heads=loaded.kv_heads,
         head_dim=loaded.head_dim,
         rope=rope_of(folder),
         block_size=BLOCK_TOKENS,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _info(spec: ShardSpec) -> answers.Info:
@@ -193,5 +199,5 @@ def _info(spec: ShardSpec) -> answers.Info:
         max_client_batch_size=limits.max_client_batch_size,
         router="tgi-orchestrator-embedded",
         version=version("tgi-orchestrator"),
-        docker_label="embedded",
+        docker_label=f"embedded-{spec.dtype}",
     )

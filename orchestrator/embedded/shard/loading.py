@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from orchestrator.errors import ConfigError
 
 from . import attention
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
+"""By the spec's name: the dtype of activations and KV; int8 weights compute on float32 ones."""
+INT8 = "int8"
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
 _REFUSED = ("is_encoder_decoder", "vision_config", "audio_config")
 
 
@@ -25,6 +29,8 @@ class Loaded:
     model: Any
     tokenizer: Any
     dtype: torch.dtype
+    quantization: str
+    """`int8`, or empty."""
     layers: int
     kv_heads: int
     head_dim: int
@@ -56,16 +62,20 @@ def load(folder: Path, dtype_name: str) -> Loaded:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"The model in {folder} cannot be loaded: {_first_line(error)}") from error
     model.requires_grad_(False).train(False)
+    eos_token_ids = _eos_ids(model, tokenizer)
+    if dtype_name == INT8:
+        model = _int8(model)
     heads = config.num_attention_heads
     return Loaded(
         model=model,
         tokenizer=tokenizer,
         dtype=dtype,
+        quantization=INT8 if dtype_name == INT8 else "",
         layers=config.num_hidden_layers,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         max_position=config.max_position_embeddings,
-        eos_token_ids=_eos_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -88,12 +98,21 @@ def _refusal(config: Any) -> str | None:
     for attribute in _REFUSED:
         if getattr(config, attribute, None):
             return f"has {attribute}: only text decoders are served"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        return f"uses {', '.join(sorted(kinds))}: only full attention is served"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return "uses a sliding window: only full attention is served"
+    kinds = set(getattr(config, "layer_types", None) or []) - _LAYER_KINDS
+    if kinds:
+        return f"has layers of the kind {', '.join(sorted(kinds))}: only attention layers are served"
+    if getattr(config, "kv_lora_rank", None):
+        return "has compressed attention (MLA): only plain KV heads are served"
     return None
+
+
+def _int8(model: Any) -> Any:
+    """Weights of all linear layers as int8, activations quantized step by step (torch's dynamic scheme)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        quantize: Any = torch.ao.quantization.quantize_dynamic
+        return quantize(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
