@@ -186,6 +186,26 @@ async def test_return_full_text_and_truncate(prefill: httpx.AsyncClient) -> None
     assert short.headers["x-prompt-tokens"] == "3"
 
 
+async def test_decoder_input_details_list_the_prompt(prefill: httpx.AsyncClient) -> None:
+    details = (await generate(prefill, decoder_input_details=True)).json()["details"]
+    tokens = (await prefill.post("/tokenize", json={"inputs": PROMPT})).json()
+    assert [token["id"] for token in details["prefill"]] == [token["id"] for token in tokens]
+    assert details["prefill"][0]["logprob"] is None
+    assert all(token["logprob"] < 0 for token in details["prefill"][1:])
+    assert (await generate(prefill)).json()["details"]["prefill"] == []
+
+
+async def test_best_of_puts_the_likelier_answer_first(prefill: httpx.AsyncClient) -> None:
+    details = (await generate(prefill, best_of=2, do_sample=True)).json()["details"]
+    (other,) = details["best_of_sequences"]
+
+    def mean(tokens: list[dict[str, Any]]) -> float:
+        return sum(token["logprob"] for token in tokens) / len(tokens)
+
+    assert mean(details["tokens"]) >= mean(other["tokens"])
+    assert details["seed"] != other["seed"]
+
+
 async def test_tokenize_reports_where_each_token_stands(prefill: httpx.AsyncClient) -> None:
     tokens = (await prefill.post("/tokenize", json={"inputs": PROMPT})).json()
     assert "".join(token["text"] for token in tokens) == PROMPT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,25 @@ async def test_top_n_tokens_are_the_likeliest_in_order(world: World) -> None:
         assert step.top_tokens[0].id == step.token.id
         logprobs = [token.logprob for token in step.top_tokens]
         assert logprobs == sorted(logprobs, reverse=True)
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+async def test_prompt_logprobs_are_those_of_one_full_forward(
+    world: World, reference: Any, chunk: int
+) -> None:
+    import torch
+
+    model, _ = world.model(chunk_tokens=chunk)
+    ids = ids_of(world.loaded, PROMPT)
+    asked = replace(request(1, ids, 3, chunk_len=chunk), prefill_logprobs=True)
+    plain = request(2, ids_of(world.loaded, "one two"), 3, first_slot=200)
+    steps = await run(model, asked, plain)
+    with torch.no_grad():
+        logprobs = reference(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    wanted = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert list(steps[1][0].prompt_logprobs) == pytest.approx(wanted, abs=1e-4)
+    assert tokens(steps[1]) == expected(reference, ids, 3)
+    assert all(step.prompt_logprobs == () for step in [*steps[1][1:], *steps[2]])
 
 
 # --- put and get ---

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import structlog
 import uvicorn
 
-if TYPE_CHECKING:
-    from .server import ShardServer
-
 from orchestrator.errors import ConfigError, OrchestratorError
 from tgi_patches.contract import ContractError, ShardSpec
+
+if TYPE_CHECKING:
+    from .server import ShardServer
 
 _PR_SET_PDEATHSIG = 1
 _SHUTDOWN_GRACE_S = 1

@@ -216,9 +216,7 @@ class Loop:
     def _take(self, entry: Entry, chunk: int) -> bool:
         """Give the request its blocks; False where too few are free."""
         request = entry.request
-        # an import writes the whole prompt, so a get leg may not share its blocks with others
-        imports = isinstance(parse_tag(request.adapter_id), GetTag)
-        allocation = self._allocator.allocate(entry.total_tokens, () if imports else request.input_ids)
+        allocation = self._allocator.allocate(entry.total_tokens, _shareable(request))
         if allocation is None:
             return False
         entry.blocks = allocation.blocks
@@ -240,3 +238,12 @@ class Loop:
             failure = GenerationFailed(f"Request failed during generation: {type(error).__name__}")
             entry.steps.put_nowait(failure)
             self._drop(entry)
+
+
+def _shareable(request: Request) -> tuple[int, ...]:
+    """The prompt whose prefix may come from others' blocks.
+
+    An import writes the whole prompt, and log probabilities need every token computed: neither shares.
+    """
+    imports = isinstance(parse_tag(request.adapter_id), GetTag)
+    return () if imports or request.prefill_logprobs else request.input_ids

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
 
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor
 
 from tgi_patches.bridge import FirstToken
-from tgi_patches.contract import GetTag, PutTag, Tag, parse_tag
+from tgi_patches.contract import GetTag, PutTag, parse_tag
 
-from .attention import KVPool, Span, Step, consecutive_start
+from .attention import KVPool, consecutive_start
 from .choose import Chooser
+from .forward import Row, forward
 from .loading import Loaded
-from .relay import Imported, Relay
+from .relay import Relay
 from .seam import (
     Batch,
     CachedBatch,
@@ -38,33 +38,6 @@ from .text import Detokenizer, StopRule
 
 T = TypeVar("T")
 _TOP_EXPORTED = 5
-
-
-@dataclass(slots=True)
-class Row:
-    """One running sequence."""
-
-    request: Request
-    tag: Tag | None
-    chooser: Chooser
-    text: Detokenizer
-    stop: StopRule
-    slots: Tensor
-    first_slot: int
-    """Start of `slots` if consecutive, else -1."""
-    kv_tokens: int
-    """Positions whose KV is in the pool."""
-    imported: Imported | None = None
-    import_result: str = ""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.input_ids)
-
-    @property
-    def prefilled(self) -> bool:
-        """The prompt's KV is complete; what is left is one token a step."""
-        return self.kv_tokens >= self.prompt_tokens
 
 
 class TransformersModel:
@@ -160,24 +133,29 @@ class TransformersModel:
 
     def _first_chunk(self, row: Row) -> int:
         left = row.prompt_tokens - row.kv_tokens
-        return min(left, row.request.chunk_len or left)
+        return min(left, row.request.chunk_len or left, row.chunk_limit)
 
     def _next_chunks(self, rows: list[Row]) -> list[int]:
         """New tokens of each row: one where it decodes; split prompts share what the budget leaves."""
         budget = self._chunk_tokens - sum(row.prefilled for row in rows)
         chunks = []
         for row in rows:
-            left = 1 if row.prefilled else min(row.prompt_tokens - row.kv_tokens, max(budget, 1))
-            budget -= 0 if row.prefilled else left
-            chunks.append(left)
+            chunk = 1 if row.prefilled else self._next_chunk(row, budget)
+            budget -= 0 if row.prefilled else chunk
+            chunks.append(chunk)
         return chunks
+
+    def _next_chunk(self, row: Row, budget: int) -> int:
+        left = row.prompt_tokens - row.kv_tokens
+        allowed = max(1, budget) if self._chunk_tokens else left
+        return min(left, allowed, row.chunk_limit)
 
     @torch.inference_mode()
     def _step(
         self, batch_id: int, rows: list[Row], chunks: list[int]
     ) -> tuple[list[Generation], CachedBatch | None]:
         """One forward over `chunks[i]` new tokens of row i; rows whose prompt is complete get a token."""
-        logits = self._forward(rows, chunks)
+        logits = forward(self._loaded, self._pool, rows, chunks)
         for row in rows:
             if row.imported is not None:
                 row.imported.repair(self._pool)
@@ -217,33 +195,6 @@ class TransformersModel:
         if row.imported is not None:
             row.kv_tokens = len(prompt) - 1  # the last token is redone: it rebuilds all text state
 
-    def _forward(self, rows: list[Row], chunks: list[int]) -> Tensor:
-        """Run the next `chunks[i]` tokens of row i; float32 logits [rows, vocab] of each row's last one."""
-        spans: list[Span] = []
-        positions: list[int] = []
-        flat: list[int] = []
-        write_slots: list[int] = []
-        for row, chunk in zip(rows, chunks, strict=True):
-            begin, end = row.kv_tokens, row.kv_tokens + chunk
-            spans.append(Span(chunk, end, row.slots[:end], row.first_slot))
-            positions.extend(range(begin, end))
-            flat.extend(row.text.ids[begin:end])
-            write_slots.extend(row.request.slots[begin:end])
-            row.kv_tokens = end
-        step = Step(self._pool, spans, torch.tensor(write_slots), consecutive_start(write_slots))
-        last_rows = torch.tensor(chunks).cumsum(0) - 1
-        output = self._loaded.model(
-            input_ids=torch.tensor([flat]),
-            position_ids=torch.tensor([positions]),
-            use_cache=False,
-            logits_to_keep=last_rows,
-            paged_step=step,
-        )
-        if step.layers_seen != self._loaded.layers:
-            raise RuntimeError("this model does not route every layer through the attention registry")
-        logits: Tensor = output.logits[0].float()
-        return logits
-
     def _choose(self, rows: list[Row], logits: Tensor) -> list[Generation]:
         logits = self._processed(rows, logits)
         logprobs = logits.log_softmax(-1)
@@ -281,6 +232,7 @@ class TransformersModel:
             token=self._token(picked, logprob, text),
             top_tokens=tuple(self._token(t, lp, None) for t, lp in top[: row.request.top_n_tokens]),
             generated_text=self._ending(row, finish) if finish else None,
+            prompt_logprobs=tuple(row.prompt_logprobs) if first_step else (),
             import_result=row.import_result if first_step else "",
         )
 

@@ -51,6 +51,8 @@ class Request:
     """Tokens whose KV the loop knows to be in `slots` already (prefix caching)."""
     chunk_len: int = 0
     """Prompt tokens to run in the first step; 0 for all (chunked prefill)."""
+    prefill_logprobs: bool = False
+    """Report the log probability of every prompt token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class Generation:
     token: Token
     top_tokens: tuple[Token, ...] = ()
     generated_text: GeneratedText | None = None
+    prompt_logprobs: tuple[float, ...] = ()
+    """On the first token, where asked for: of prompt tokens 1, 2, ...; token 0 has none."""
     import_result: str = ""
     """On the first token of a get leg: `hit`, or why the record was not used."""
 

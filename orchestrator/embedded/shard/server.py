@@ -54,15 +54,11 @@ class ShardServer:
         body, _ = parse_body(GenerateBody, await self._body(request))
         prepared = self.service.prepare(body.to_request(), stream=False)
         timing = Timing()
-        answer = await _unless_left(request, self.service.answer(prepared, timing))
-        wanted = body.to_request().parameters
-        content = wire.generate_response(
-            prepared, answer, prefix=_prefix(body), details=wanted.details or bool(wanted.top_n_tokens)
-        )
-        headers = wire.timing_headers(prepared, answer, timing, received_s) | _import_header(
-            answer.import_result
-        )
-        headers |= _import_header(answer.import_result)
+        best, *others = await _unless_left(request, self.service.answers(prepared, timing))
+        prefill = wire.prefill_tokens(prepared, best, self.service.texts)
+        content = wire.generate_response(prepared, best, others, prefix=_prefix(body), prefill=prefill)
+        headers = wire.timing_headers(prepared, best, timing, received_s)
+        headers |= _import_header(best.import_result)
         return Response(content.to_json(), media_type="application/json", headers=headers)
 
     async def generate_stream(self, request: Request) -> Response:
@@ -90,9 +86,7 @@ class ShardServer:
         content = wire.chat_completion(
             prepared, answer, model=body.model or self._info.model_id, logprobs=bool(body.logprobs)
         )
-        headers = wire.timing_headers(prepared, answer, timing, received_s) | _import_header(
-            answer.import_result
-        )
+        headers = wire.timing_headers(prepared, answer, timing, received_s)
         headers |= _import_header(answer.import_result)
         return Response(content.to_json(), media_type="application/json", headers=headers)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.core.validation import (
@@ -29,6 +30,8 @@ class Prepared:
 
     request: Request
     parameters: ValidParameters
+    details: bool = False
+    """The client wants `details`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -41,14 +44,19 @@ class Answer:
 
     tokens: list[Token] = field(default_factory=list)
     top_tokens: list[tuple[Token, ...]] = field(default_factory=list)
+    prompt_logprobs: tuple[float, ...] = ()
     import_result: str = ""
     ending: GeneratedText | None = None
 
     def add(self, generation: Generation) -> None:
         self.tokens.append(generation.token)
         self.top_tokens.append(generation.top_tokens)
+        self.prompt_logprobs = self.prompt_logprobs or generation.prompt_logprobs
         self.import_result = self.import_result or generation.import_result
         self.ending = generation.generated_text
+
+    def mean_logprob(self) -> float:
+        return sum(token.logprob for token in self.tokens) / max(1, len(self.tokens))
 
 
 class Service:
@@ -62,6 +70,10 @@ class Service:
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token on its own."""
+        return [self.tokenizer.decode([token_id]) for token_id in ids]
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """(token id, start, stop) in characters of `text`."""
@@ -84,7 +96,7 @@ class Service:
     def prepare(self, asked: GenerateRequest, *, stream: bool) -> Prepared:
         """Validate and tokenize; raises InvalidRequest with TGI's sentence."""
         parameters = validate_request(asked, self.limits, stream=stream)
-        self._refuse_unsupported(asked, parameters)
+        self._refuse_unsupported(parameters)
         ids = self.tokenize(asked.inputs, add_special_tokens=asked.add_special_tokens)
         if parameters.truncate is not None:
             ids = ids[-parameters.truncate :]
@@ -101,12 +113,23 @@ class Service:
             adapter_id=parameters.adapter_id or "",
             top_n_tokens=parameters.top_n_tokens,
             add_special_tokens=asked.add_special_tokens,
+            prefill_logprobs=asked.parameters.decoder_input_details,
         )
-        return Prepared(request, parameters)
+        details = asked.parameters.details or asked.parameters.decoder_input_details
+        return Prepared(request, parameters, details)
 
     def stream(self, prepared: Prepared, timing: Timing | None = None) -> AsyncGenerator[Generation]:
         """One Generation a token; closing it cancels the request within one step."""
         return self.loop.generate(prepared.request, timing)
+
+    async def answers(self, prepared: Prepared, timing: Timing) -> list[Answer]:
+        """`best_of` answers, each with a seed of its own; the likeliest by mean log probability first."""
+        best_of = prepared.parameters.best_of
+        if best_of == 1:
+            return [await self.answer(prepared, timing)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.answer(_reseeded(prepared), timing)) for _ in range(best_of)]
+        return sorted((task.result() for task in tasks), key=Answer.mean_logprob, reverse=True)
 
     async def answer(self, prepared: Prepared, timing: Timing | None = None) -> Answer:
         answer = Answer()
@@ -115,19 +138,21 @@ class Service:
                 answer.add(generation)
         return answer
 
-    def _refuse_unsupported(self, asked: GenerateRequest, parameters: ValidParameters) -> None:
+    def _refuse_unsupported(self, parameters: ValidParameters) -> None:
         if parameters.grammar is not None:
             raise invalid("grammars are not supported by the embedded shard")
         if parameters.watermark:
             raise invalid("`watermark` is not supported by the embedded shard")
-        if parameters.best_of > 1:
-            raise invalid("`best_of` > 1 is not supported by the embedded shard")
-        if asked.parameters.decoder_input_details:
-            raise invalid("`decoder_input_details` is not supported by the embedded shard")
         try:
             parse_tag(parameters.adapter_id)
         except ContractError as error:
             raise invalid(str(error)) from None
+
+
+def _reseeded(prepared: Prepared) -> Prepared:
+    request = prepared.request
+    sampling = replace(request.sampling, seed=secrets.randbits(_SEED_BITS))
+    return replace(prepared, request=replace(request, sampling=sampling))
 
 
 def _sampling(parameters: ValidParameters) -> Sampling:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from orchestrator.api import answers
 
@@ -23,13 +24,20 @@ def tokens(items: Sequence[Token]) -> list[answers.Token]:
 
 
 def generate_response(
-    prepared: Prepared, answer: Answer, *, prefix: str, details: bool
+    prepared: Prepared,
+    best: Answer,
+    others: list[Answer],
+    *,
+    prefix: str,
+    prefill: list[answers.PrefillToken],
 ) -> answers.GenerateResponse:
-    """Body of `/generate`; `prefix` is the prompt where the client wants the full text."""
-    ending = _ended(answer)
+    """Body of `/generate`; `prefix` is the prompt where the client wants the full text.
+
+    `others` are the less likely answers of `best_of`.
+    """
     return answers.GenerateResponse(
-        generated_text=prefix + ending.text,
-        details=_details(prepared, answer, ending) if details else None,
+        generated_text=prefix + _ended(best).text,
+        details=_details(prepared, best, others, prefix, prefill) if prepared.details else None,
     )
 
 
@@ -119,14 +127,39 @@ def _ended(answer: Answer) -> GeneratedText:
     return answer.ending
 
 
-def _details(prepared: Prepared, answer: Answer, ending: GeneratedText) -> answers.Details:
-    return answers.Details(
-        finish_reason=ending.finish_reason,
-        generated_tokens=ending.generated_tokens,
-        seed=ending.seed,
-        tokens=tokens(answer.tokens),
-        top_tokens=[tokens(top) for top in answer.top_tokens] if prepared.parameters.top_n_tokens else [],
-    )
+def prefill_tokens(
+    prepared: Prepared, answer: Answer, texts: Callable[[Sequence[int]], list[str]]
+) -> list[answers.PrefillToken]:
+    """`details.prefill`: the prompt's tokens; the first has no log probability."""
+    if not prepared.request.prefill_logprobs:
+        return []
+    logprobs = (None, *answer.prompt_logprobs)
+    ids = prepared.request.input_ids
+    triples = zip(ids, texts(ids), logprobs, strict=True)
+    return [answers.PrefillToken(id=i, text=text, logprob=logprob) for i, text, logprob in triples]
+
+
+def _details(
+    prepared: Prepared, best: Answer, others: list[Answer], prefix: str, prefill: list[answers.PrefillToken]
+) -> answers.Details:
+    sequences = [
+        answers.BestOfSequence(generated_text=prefix + _ended(o).text, **_sequence(prepared, o, prefill))
+        for o in others
+    ]
+    return answers.Details(**_sequence(prepared, best, prefill), best_of_sequences=sequences or None)
+
+
+def _sequence(prepared: Prepared, answer: Answer, prefill: list[answers.PrefillToken]) -> dict[str, Any]:
+    """What `details` and each of its `best_of_sequences` have in common."""
+    ending = _ended(answer)
+    return {
+        "finish_reason": ending.finish_reason,
+        "generated_tokens": ending.generated_tokens,
+        "seed": ending.seed,
+        "prefill": prefill,
+        "tokens": tokens(answer.tokens),
+        "top_tokens": [tokens(top) for top in answer.top_tokens] if prepared.parameters.top_n_tokens else [],
+    }
 
 
 def _stream_details(prepared: Prepared, ending: GeneratedText) -> answers.StreamDetails:
