@@ -1,0 +1,1 @@
+"""Measurements: always ratios within one run, interleaved, medians."""
