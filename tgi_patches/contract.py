@@ -276,6 +276,9 @@ class ShardSpec(Message):
     max_total_tokens: int = 4096
     max_batch_prefill_tokens: int = 4096
     max_concurrent_requests: int = 128
+    chunked_prefill: bool = False
+    """Split prompts at `max_batch_prefill_tokens` a step, so that running requests step along."""
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "role", Role(self.role))

@@ -195,6 +195,41 @@ async def test_decoder_input_details_list_the_prompt(prefill: httpx.AsyncClient)
     assert (await generate(prefill)).json()["details"]["prefill"] == []
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stop to prefill": {},
+    "chunked": {"chunked_prefill": True, "max_batch_prefill_tokens": 16},
+    "prefix caching": {"prefix_caching": True},
+    "chunked with prefix caching": {
+        "chunked_prefill": True,
+        "max_batch_prefill_tokens": 16,
+        "prefix_caching": True,
+    },
+}
+
+
+async def test_scheduling_variants_answer_alike(tiny_model: Path, tmp_path: Path) -> None:
+    """Greedy fp32, twelve requests at once, twice: the second time prefixes are known where they are kept."""
+    prompts = [PROMPT * (1 + i % 3) + f" number {i % 5}" for i in range(12)]
+
+    async def answers(client: httpx.AsyncClient) -> list[tuple[Any, ...]]:
+        parameters = {"max_new_tokens": 12, "details": True, "ignore_eos_token": True}
+        bodies = [{"inputs": prompt, "parameters": parameters} for prompt in prompts]
+        replies = await asyncio.gather(*(client.post("/generate", json=body) for body in bodies))
+        details = [reply.json()["details"] for reply in replies]
+        return [tuple(token["id"] for token in d["tokens"]) for d in details]
+
+    seen = {}
+    for name, changes in VARIANTS.items():
+        made = assemble(spec(tiny_model, tmp_path, Role.MIXED, **changes))
+        async with serving(made) as client:
+            seen[name] = await answers(client)
+            assert await answers(client) == seen[name]
+            assert made.server.service.loop.kv_tokens_used == 0
+    assert {len(ids) for ids in seen["chunked"]} == {12}
+    for name, ids in seen.items():
+        assert ids == seen["stop to prefill"], name
+
+
 async def test_best_of_puts_the_likelier_answer_first(prefill: httpx.AsyncClient) -> None:
     details = (await generate(prefill, best_of=2, do_sample=True)).json()["details"]
     (other,) = details["best_of_sequences"]

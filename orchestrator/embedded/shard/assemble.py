@@ -25,7 +25,7 @@ from tgi_patches.contract import (
 from tgi_patches.sidecar import Sidecar
 
 from .attention import KVPool
-from .blocks import BlockAllocator
+from .blocks import BlockAllocator, PrefixAllocator
 from .loading import Loaded, load, rope_of, tokenizer_hash
 from .loop import Budgets, Loop
 from .model import TransformersModel
@@ -67,13 +67,11 @@ def assemble(spec: ShardSpec) -> Shard:
     sidecar = Sidecar(status, bridge, keep_s=spec.record_ttl_s)
     relay = Relay(bridge, pool, published=sidecar.published, failed=sidecar.failed)
     threads = len(spec.cpus) or len(os.sched_getaffinity(0))
-    model = TransformersModel(loaded, pool, relay, threads=threads)
+    chunk_tokens = spec.max_batch_prefill_tokens if spec.chunked_prefill else 0
+    model = TransformersModel(loaded, pool, relay, threads=threads, chunk_tokens=chunk_tokens)
     blocks = pool.layers[0][0].shape[0]
-    loop = Loop(
-        model,
-        BlockAllocator(blocks, BLOCK_TOKENS),
-        Budgets(spec.max_batch_prefill_tokens, spec.max_concurrent_requests, spec.max_concurrent_requests),
-    )
+    allocator = PrefixAllocator if spec.prefix_caching else BlockAllocator
+    loop = Loop(model, allocator(blocks, BLOCK_TOKENS), _budgets(spec))
     status.loop, status.relay = loop, relay
     service = Service(tokenizer=loaded.tokenizer, loop=loop, limits=status.limits)
     return Shard(ShardServer(service, sidecar, _info(spec)), model, bridge)
@@ -126,6 +124,15 @@ class _Status:
             exports=dict(self.relay.exports),
             imports=dict(self.relay.imports),
         )
+
+
+def _budgets(spec: ShardSpec) -> Budgets:
+    return Budgets(
+        max_batch_prefill_tokens=spec.max_batch_prefill_tokens,
+        max_batch_size=spec.max_concurrent_requests,
+        max_concurrent_requests=spec.max_concurrent_requests,
+        chunked=spec.chunked_prefill,
+    )
 
 
 def _open_bridge(spec: ShardSpec, epoch: int, fingerprint: Fingerprint) -> ArenaBridge:

@@ -108,7 +108,7 @@ class Service:
             inputs=asked.inputs,
             input_ids=tuple(ids),
             sampling=_sampling(parameters),
-            stopping=Stopping(max_new_tokens, parameters.stop),
+            stopping=Stopping(max_new_tokens, parameters.stop, parameters.ignore_eos_token),
             slots=(),
             adapter_id=parameters.adapter_id or "",
             top_n_tokens=parameters.top_n_tokens,
