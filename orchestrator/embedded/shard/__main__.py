@@ -108,4 +108,6 @@ def _log_to_stderr() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # all is closed; to take the interpreter down with torch in it costs another second
