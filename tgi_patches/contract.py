@@ -25,6 +25,8 @@ OVERLAY_VERSION = "1"
 """Changes when the bytes or the meaning of a KV record change; part of every fingerprint."""
 
 SPEC_VARIABLE = "ORCHESTRATOR_SHARD_SPEC"
+PARENT_VARIABLE = "ORCHESTRATOR_PARENT_PID"
+"""Set for a shard that must not outlive the process that launched it."""
 TOP_TOKENS_MAX = 5
 TAG_MARK = "|kv"
 

@@ -59,11 +59,23 @@ class Sidecar:
             if reply.found or reply.reason != MissReason.MISSING:
                 return reply
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(max(timeout_s, 0.0), WAIT_LIMIT_S)):
+                async with asyncio.timeout(min(max(0.0, timeout_s), WAIT_LIMIT_S)):
                     await woken
             return self._answer(handle)
         finally:
             self._leave(handle, woken)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait now."""
+        with self._lock:
+            return sum(len(waiters) for waiters in self._waiters.values())
+
+    @property
+    def remembered(self) -> int:
+        """Failures kept now."""
+        with self._lock:
+            return len(self._failures)
 
     def published(self, handle: str) -> None:
         """From any thread: the record of `handle` can be looked up now."""

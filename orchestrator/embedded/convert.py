@@ -11,12 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+MAGIC = b"GGUF"
 END_OF_TURN = "<|im_end|>"
 END_OF_TURN_ID = 2
 
 
 def main(arguments: list[str]) -> None:
     gguf, target = (Path(argument) for argument in arguments)
+    with gguf.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            sys.exit("what the package holds is not a GGUF file")
     # The file is local; nothing may be asked of the hub.  Read when transformers is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     config = convert_weights(gguf, target)

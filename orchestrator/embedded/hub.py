@@ -76,15 +76,15 @@ class Hub:
                 self.progress(str(error))
                 return None
         else:
-            why = f"{self.endpoint} did not answer within {PROBE_LIMIT_S:.0f} s"
+            why = f"the hub ({self.endpoint}) did not answer within {PROBE_LIMIT_S:.0f} s"
         if cached:
-            self.progress(f"{why}: using the copy of {model} in the cache.")
+            self.progress(f"{_capital(why)}: using the copy of {model} in the cache.")
         elif required:
             raise ConfigError(
                 f"The model {model} is not in the cache and {why}: name a local folder, or try again later."
             )
         else:
-            self.progress(f"{why[0].upper()}{why[1:]}.")
+            self.progress(f"{_capital(why)}.")
         return cached
 
     def _cached(self, model: str, revision: str | None) -> Path | None:
@@ -118,6 +118,10 @@ class Hub:
             "ignore_patterns": list(NO_SUBFOLDERS),
         }
         return snapshot_download(model, **request | options)
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _read_token(path: Path) -> str:

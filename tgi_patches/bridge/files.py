@@ -6,6 +6,7 @@ of SIGBUS): one that does not fit any more is unlinked and made anew under anoth
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -42,14 +43,16 @@ class Mapping:
         self.ring = self.data[layout.ring_offset :]
         self.words = self.data[: layout.ring_offset].cast("Q")
 
-    def find(self, needle: bytes, start: int) -> int:
-        """Offset of `needle` in the index at or after `start`; -1 for none."""
-        return self._mmap.find(needle, start, self.layout.ring_offset)
+    def find(self, key: bytes, start: int) -> int:
+        """Offset of `key` in the key table at or after `start`; -1 for none."""
+        return self._mmap.find(key, start, self.layout.slots_offset)
 
     def close(self) -> None:
+        """Unmap; where a traceback still holds a slice, the memory goes with that."""
         for view in (self.words, self.ring, self.data):
             view.release()
-        self._mmap.close()
+        with contextlib.suppress(BufferError):
+            self._mmap.close()
 
 
 def arena_path(directory: Path, deployment: str, shard: str, rank: int) -> Path:
@@ -106,6 +109,12 @@ def open_for_writing(path: Path, layout: ArenaLayout) -> int:
     raise ArenaError(f"The arena {path} is being replaced by others all the time.")
 
 
+def unlock(fd: int) -> None:
+    """Let the next writer in, though a mapping may still hold the file open."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 def open_for_reading(path: Path) -> int:
     """A descriptor of another shard's arena.  Raises BridgeMiss: MISSING, ERROR."""
     try:
@@ -115,7 +124,11 @@ def open_for_reading(path: Path) -> int:
     except OSError as error:
         raise BridgeMiss(MissReason.ERROR, f"arena {path.name}: {_reason(error)}") from None
     try:
-        fault = directory_fault(path.parent) or _file_fault(path, os.fstat(fd), os.lstat(path.parent).st_gid)
+        fault = (
+            directory_fault(path.parent.parent)
+            or directory_fault(path.parent)
+            or _file_fault(path, os.fstat(fd), os.lstat(path.parent).st_gid)
+        )
     except OSError as error:
         fault = _reason(error)
     if fault:

@@ -1,4 +1,4 @@
-"""The bytes of an arena file: header, index of fixed slots, ring.
+"""The bytes of an arena file: header, key table, index of fixed slots, ring.
 
 Every number is native 64-bit: all readers share the host.  A chain of checksums makes torn reads
 visible whatever the CPU reorders: the slot's own covers the record's place and description, that
@@ -23,6 +23,7 @@ VERSION = 1
 PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
 SLOT_BYTES = 256
+KEY_BYTES = 16
 INDEX_SLOTS = 1024
 RING_MIN_BYTES = 16 * PAGE_BYTES
 RECORD_SHARE = 4
@@ -65,15 +66,23 @@ class ArenaLayout:
     index_slots: int
 
     @property
+    def slots_offset(self) -> int:
+        return align(HEADER_BYTES + self.index_slots * KEY_BYTES, SLOT_BYTES)
+
+    @property
     def ring_offset(self) -> int:
-        return align(HEADER_BYTES + self.index_slots * SLOT_BYTES, PAGE_BYTES)
+        return align(self.slots_offset + self.index_slots * SLOT_BYTES, PAGE_BYTES)
 
     @property
     def file_bytes(self) -> int:
         return self.ring_offset + self.ring_bytes
 
+    def key_offset(self, sequence: int) -> int:
+        """Of the handle in the key table, which says where to look and nothing more."""
+        return HEADER_BYTES + sequence % self.index_slots * KEY_BYTES
+
     def slot_offset(self, sequence: int) -> int:
-        return HEADER_BYTES + sequence % self.index_slots * SLOT_BYTES
+        return self.slots_offset + sequence % self.index_slots * SLOT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,6 @@ class Entry:
 
 _SLOT = struct.Struct(f"=QQ16sQQQQQQIIIId{TOP_TOKENS_MAX}I4x{TOP_TOKENS_MAX}d")
 _U64 = 8
-KEY_BYTES = 16
 KEY_OFFSET = 16
 """Of the handle's bytes within a slot; the sequence, which is written last, stands at 0."""
 PUBLISHED_OFFSET = 56

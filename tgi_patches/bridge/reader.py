@@ -13,7 +13,7 @@ from tgi_patches.bridge.blocks import checked_kv_bytes, checksum, copy_out
 from tgi_patches.bridge.files import Mapping
 from tgi_patches.bridge.layout import (
     HEADER_BYTES,
-    KEY_OFFSET,
+    KEY_BYTES,
     SLOT_BYTES,
     Body,
     Entry,
@@ -77,16 +77,16 @@ class ArenaReader:
                 reason = MissReason.OVERWRITTEN
             elif entry is None:
                 reason = MissReason.CHECKSUM
-            elif entry.epoch == epoch:
+            elif entry.epoch == epoch and entry.key == key:
                 return entry
         raise BridgeMiss(reason)
 
     def _slots_with(self, key: bytes) -> Iterator[int]:
         found = self._mapping.find(key, HEADER_BYTES)
         while found >= 0:
-            offset = found - KEY_OFFSET
-            if (offset - HEADER_BYTES) % SLOT_BYTES == 0:
-                yield offset
+            slot, off = divmod(found - HEADER_BYTES, KEY_BYTES)
+            if not off:
+                yield self._mapping.layout.slot_offset(slot)
             found = self._mapping.find(key, found + 1)
 
     def _check_owner(self, epoch: int) -> None:

@@ -7,13 +7,12 @@ A new owner: epoch 0 -> index cleared, ring restarted -> the new epoch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tgi_patches.bridge import ArenaError, FirstToken, Planes
 from tgi_patches.bridge.blocks import checked_kv_bytes, checksum, copy_in
-from tgi_patches.bridge.files import Mapping, make_directories, open_for_writing
+from tgi_patches.bridge.files import Mapping, make_directories, open_for_writing, unlock
 from tgi_patches.bridge.layout import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -43,7 +42,7 @@ class ArenaWriter:
         try:
             self.mapping = Mapping(self._fd, layout, writable=True)
         except OSError as error:
-            os.close(self._fd)
+            unlock(self._fd)
             raise ArenaError(f"The arena {path} cannot be mapped: {error.strerror}.") from None
         self._epoch = epoch
         self._ttl_ns = ttl_ns
@@ -83,7 +82,7 @@ class ArenaWriter:
     def close(self) -> None:
         """Unmap and unlock; what was published stays."""
         self.mapping.close()
-        os.close(self._fd)
+        unlock(self._fd)
 
     def _take_over(self, layout: ArenaLayout, digest: int) -> Ring:
         """Make the file this epoch's; virtual offsets go on above everything ever used in it."""
@@ -131,6 +130,8 @@ class ArenaWriter:
     def _publish(self, entry: Entry) -> None:
         words = self.mapping.words
         offset = self.mapping.layout.slot_offset(entry.sequence)
+        key_offset = self.mapping.layout.key_offset(entry.sequence)
+        self.mapping.data[key_offset : key_offset + KEY_BYTES] = entry.key
         self.mapping.data[offset : offset + SLOT_BYTES] = pack_entry(entry)
         words[offset // 8] = entry.sequence
         self._sequences[entry.key] = entry.sequence

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import structlog
 import uvicorn
 
-from orchestrator.errors import ConfigError, OrchestratorError
-from tgi_patches.contract import ContractError, ShardSpec
+from orchestrator.errors import ConfigError, OrchestratorError, ShardError
+from tgi_patches.contract import PARENT_VARIABLE, ContractError, ShardSpec
 
 if TYPE_CHECKING:
     from .server import ShardServer
@@ -77,7 +77,7 @@ def _listen(spec: ShardSpec) -> socket.socket:
     try:
         listener.bind((spec.host, spec.port))
     except OSError as error:
-        raise ConfigError(
+        raise ShardError(
             f"Shard {spec.shard} cannot listen on {spec.host}:{spec.port}: {error.strerror}."
         ) from None
     return listener
@@ -91,8 +91,11 @@ def _pin(cpus: tuple[int, ...]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask Linux for a SIGTERM when the orchestrator dies, however it dies."""
+    """Ask Linux for a SIGTERM when the orchestrator dies, however it dies, and see that it still lives."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is not None and int(parent) != os.getppid():
+        sys.exit("The orchestrator that started this shard is gone.")
 
 
 def _log_to_stderr() -> None:

@@ -1,0 +1,45 @@
+# Set up, run and check tgi-orchestrator.  `make help` lists the commands.
+PYTHON ?= python3
+BIN := .venv/bin
+BOOTSTRAP := $(PYTHON) -I orchestrator/bootstrap.py
+SET_UP := test -x $(BIN)/tgi-orchestrator || { echo "Nothing is set up here: run make up first." >&2; exit 2; }
+QUICK := not e2e and not slow and not docker and not gpu and not tgi
+
+.DEFAULT_GOAL := help
+.PHONY: help up down status test test-all lint format clean
+
+help: ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+# exec: a signal reaches the program itself, and make reports the program's own exit code.
+up: ## set up and start everything; ARGS="--prefill 2 --port 8080" is passed on
+	@$(BOOTSTRAP) run && exec $(BIN)/tgi-orchestrator up $(ARGS)
+
+down: ## stop what runs
+	@$(SET_UP) && exec $(BIN)/tgi-orchestrator down $(ARGS)
+
+status: ## show what runs
+	@$(SET_UP) && exec $(BIN)/tgi-orchestrator status $(ARGS)
+
+test: lint ## lint, unit and integration tests; no root, no Docker, five minutes at most
+	@$(BIN)/pytest tests/unit tests/integration -m "$(QUICK)" $(ARGS)
+
+test-all: lint ## everything, with the real model; skips what this machine cannot do
+	@$(BIN)/pytest tests $(ARGS)
+
+lint: ## ruff, mypy and the import contracts
+	@$(BOOTSTRAP) test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: ## apply ruff's fixes and formatting, renew the module tables
+	@$(BOOTSTRAP) test
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@$(BIN)/python docs/modules.py
+
+clean: ## remove .venv and caches; models stay in ~/.cache/tgi-orchestrator
+	rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find orchestrator tgi_patches tests -name __pycache__ -type d -prune -exec rm -rf {} +

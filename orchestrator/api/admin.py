@@ -1,0 +1,68 @@
+"""What an operator asks a gateway."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Response
+
+from orchestrator.api.gateway import Gateway
+from orchestrator.core.ticket import ShardView
+
+_SHARD_FIELDS = (
+    "shard",
+    "role",
+    "epoch",
+    "url",
+    "state",
+    "hooked",
+    "kv_tokens",
+    "slots",
+    "ring_bytes",
+    "reserved_kv_tokens",
+    "reserved_slots",
+    "outstanding_records",
+    "outstanding_bytes",
+)
+
+
+def routes(gateway: Gateway) -> APIRouter:
+    """`/admin/status`."""
+    router = APIRouter(prefix="/admin", tags=["Administration"])
+
+    @router.get("/status")
+    async def status() -> Response:
+        await gateway.queue.refresh()
+        return Response(orjson.dumps(status_of(gateway)), media_type="application/json")
+
+    return router
+
+
+def status_of(gateway: Gateway) -> dict[str, Any]:
+    """Shards, what is reserved on them, what this gateway has counted."""
+    views = gateway.queue.shards()
+    return {
+        "gateway": gateway.queue.gateway,
+        "model": gateway.admission.model_name(),
+        "mode": dataclasses.asdict(gateway.queue.mode),
+        "degraded": gateway.queue.degraded,
+        "waiting": gateway.queue.waiting,
+        "open_requests": len(gateway.pipeline.open),
+        "reserved": {
+            "kv_tokens": sum(view.reserved_kv_tokens for view in views),
+            "slots": sum(view.reserved_slots for view in views),
+        },
+        "outstanding": {
+            "records": sum(view.outstanding_records for view in views),
+            "bytes": sum(view.outstanding_bytes for view in views),
+        },
+        "shards": [_shard(view) for view in views],
+        "counters": gateway.metrics.counters(),
+    }
+
+
+def _shard(view: ShardView) -> dict[str, Any]:
+    fields = {name: getattr(view, name) for name in _SHARD_FIELDS}
+    return fields | {"model": view.fingerprint.model, "dtype": view.fingerprint.dtype}

@@ -1,0 +1,293 @@
+"""TGI's wire format: what clients send to the gateway and to an embedded shard.
+
+Unknown fields are ignored, wrong types refused, as serde does (router/src/lib.rs of v3.3.7): no
+number from a string, no null where TGI has no option.  The answers stand in `answers.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from orchestrator.api.answers import (
+    BestOfSequence as BestOfSequence,
+)
+from orchestrator.api.answers import (
+    ChatChoice as ChatChoice,
+)
+from orchestrator.api.answers import (
+    ChatChunk as ChatChunk,
+)
+from orchestrator.api.answers import (
+    ChatChunkChoice as ChatChunkChoice,
+)
+from orchestrator.api.answers import (
+    ChatCompletion as ChatCompletion,
+)
+from orchestrator.api.answers import (
+    ChatLogprob as ChatLogprob,
+)
+from orchestrator.api.answers import (
+    ChatLogprobs as ChatLogprobs,
+)
+from orchestrator.api.answers import (
+    ChatMessage as ChatMessage,
+)
+from orchestrator.api.answers import (
+    ChatTokenizeResponse as ChatTokenizeResponse,
+)
+from orchestrator.api.answers import (
+    Details as Details,
+)
+from orchestrator.api.answers import (
+    ErrorBody as ErrorBody,
+)
+from orchestrator.api.answers import (
+    FinishReason as FinishReason,
+)
+from orchestrator.api.answers import (
+    GenerateResponse as GenerateResponse,
+)
+from orchestrator.api.answers import (
+    Info as Info,
+)
+from orchestrator.api.answers import (
+    ModelInfo as ModelInfo,
+)
+from orchestrator.api.answers import (
+    ModelsInfo as ModelsInfo,
+)
+from orchestrator.api.answers import (
+    Outgoing as Outgoing,
+)
+from orchestrator.api.answers import (
+    PrefillToken as PrefillToken,
+)
+from orchestrator.api.answers import (
+    SimpleToken as SimpleToken,
+)
+from orchestrator.api.answers import (
+    StreamDetails as StreamDetails,
+)
+from orchestrator.api.answers import (
+    StreamEvent as StreamEvent,
+)
+from orchestrator.api.answers import (
+    Token as Token,
+)
+from orchestrator.api.answers import (
+    TopLogprob as TopLogprob,
+)
+from orchestrator.api.answers import (
+    Usage as Usage,
+)
+from orchestrator.api.answers import (
+    openai_reason as openai_reason,
+)
+from orchestrator.core.validation import GenerateParameters as CoreParameters
+from orchestrator.core.validation import GenerateRequest, absent_parameters, chat_parameters
+from orchestrator.errors import InvalidRequest
+
+U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+F32 = Annotated[float, Field(allow_inf_nan=False)]
+Body = TypeVar("Body", bound="Incoming")
+
+
+class Incoming(BaseModel):
+    """A request body or a part of one."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class Grammar(Incoming):
+    """`{"type": "json" | "json_object" | "json_schema" | "regex", "value": ...}`"""
+
+    type: Literal["json", "json_object", "json_schema", "regex"]
+    value: Any
+
+
+class GenerateParameters(Incoming):
+    """`parameters` of TGI's own routes."""
+
+    best_of: U64 | None = None
+    temperature: F32 | None = None
+    repetition_penalty: F32 | None = None
+    frequency_penalty: F32 | None = None
+    top_k: I32 | None = None
+    top_p: F32 | None = None
+    typical_p: F32 | None = None
+    do_sample: bool = False
+    max_new_tokens: U32 | None = None
+    return_full_text: bool | None = None
+    stop: list[str] = []
+    truncate: U64 | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    seed: U64 | None = None
+    top_n_tokens: U32 | None = None
+    grammar: Grammar | None = None
+    adapter_id: str | None = None
+    ignore_eos_token: bool = False
+    """Ours: an embedded shard then generates `max_new_tokens` whatever comes.  TGI ignores the field."""
+
+    def to_core(self) -> CoreParameters:
+        """The same, as the pure policies take it."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return CoreParameters(**values | {"stop": tuple(self.stop)})
+
+
+class GenerateBody(Incoming):
+    """Body of `/`, `/generate`, `/generate_stream` and `/tokenize`; `stream` counts only on `/`."""
+
+    inputs: str
+    parameters: GenerateParameters | None = None
+    stream: bool = False
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _not_null(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError("invalid type: null, expected an object")
+        return value
+
+    def to_request(self) -> GenerateRequest:
+        """Absent `parameters` sample, an empty object is greedy: TGI's own rule."""
+        parameters = absent_parameters() if self.parameters is None else self.parameters.to_core()
+        return GenerateRequest(self.inputs, parameters)
+
+
+class ImageUrl(Incoming):
+    url: str
+
+
+class MessageChunk(Incoming):
+    """A part of a message: text, or the address of an image."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    def as_text(self) -> str:
+        return f"![]({self.image_url.url})" if self.image_url is not None else self.text or ""
+
+
+class Message(Incoming):
+    """One turn of a chat."""
+
+    role: str
+    content: str | list[MessageChunk] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    name: str | None = None
+
+    def as_text(self) -> str:
+        """What the chat template sees as `content` (lib.rs, From<Message> for TextMessage)."""
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is not None:
+            return "".join(chunk.as_text() for chunk in self.content)
+        return orjson.dumps(self.tool_calls or []).decode()
+
+    @property
+    def has_image(self) -> bool:
+        chunks = self.content if isinstance(self.content, list) else []
+        return any(chunk.type == "image_url" for chunk in chunks)
+
+
+class ToolFunction(Incoming):
+    name: str
+    description: str | None = None
+    arguments: Any = Field(default=None, validation_alias=AliasChoices("arguments", "parameters"))
+
+
+class Tool(Incoming):
+    type: str
+    function: ToolFunction
+
+
+class StreamOptions(Incoming):
+    include_usage: bool = False
+
+
+class ChatRequest(Incoming):
+    """Body of `/v1/chat/completions` and `/chat_tokenize`.
+
+    `logit_bias`, `n` and most of what else OpenAI knows are ignored by TGI, and so by us.
+    """
+
+    model: str | None = None
+    messages: list[Message]
+    frequency_penalty: F32 | None = None
+    logit_bias: list[F32] | None = None
+    logprobs: bool | None = None
+    top_logprobs: U32 | None = None
+    max_tokens: U32 | None = Field(
+        default=None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens")
+    )
+    n: U32 | None = None
+    presence_penalty: F32 | None = None
+    stop: list[str] | None = None
+    stream: bool = False
+    seed: U64 | None = None
+    temperature: F32 | None = None
+    top_p: F32 | None = None
+    tools: list[Tool] | None = None
+    tool_prompt: str | None = None
+    tool_choice: Any = None
+    response_format: Grammar | None = None
+    stream_options: StreamOptions = StreamOptions()
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def _each_says_something(cls, messages: list[Message]) -> list[Message]:
+        if any(message.content is None and message.tool_calls is None for message in messages):
+            raise ValueError("a message needs `content` or `tool_calls`")
+        return messages
+
+    @property
+    def has_image(self) -> bool:
+        return any(message.has_image for message in self.messages)
+
+    def to_parameters(self) -> CoreParameters:
+        """The parameters that TGI makes of a chat."""
+        return chat_parameters(
+            model=self.model,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=self.stop or (),
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            top_logprobs=self.top_logprobs,
+            grammar=self.response_format,
+        )
+
+
+def parse_body(model: type[Body], body: bytes) -> tuple[Body, dict[str, Any]]:
+    """A body as its model and as plain JSON.  Raises InvalidRequest for bad UTF-8, JSON or types."""
+    raw = parse_json(body)
+    try:
+        return model.model_validate(raw), raw
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(
+            f"Failed to deserialize the JSON body into the target type: {where}: {reason}"
+        ) from None
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A JSON object, or InvalidRequest."""
+    try:
+        raw = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"Failed to parse the request body as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise InvalidRequest("Failed to deserialize the JSON body into the target type: expected an object")
+    return raw

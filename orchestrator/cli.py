@@ -1,0 +1,207 @@
+"""The command line.  Options stand here, work in `commands`; nothing heavy is imported for `--help`.
+
+Exit codes: 0 ok, 1 a check failed, 2 bad input, 3 unreachable.  Errors are one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from orchestrator.errors import ConfigError, OrchestratorError
+from tgi_patches.contract import ContractError
+
+
+class Commands(TyperGroup):
+    """Turns our own errors into a sentence and an exit code; `--debug` keeps the traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (OrchestratorError, ContractError) as error:
+            if ctx.params.get("debug"):
+                raise
+            typer.echo(str(error), err=True)
+            code = error.exit_code if isinstance(error, OrchestratorError) else ConfigError.exit_code
+            raise typer.Exit(code) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Runs TGI shards as prefill and decode phases and relays their KV caches.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
+Deployment = Annotated[str | None, typer.Option("--deployment", "-d", help="Name of the deployment.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Url = Annotated[str | None, typer.Option("--url", help="A gateway; the default is the running deployment's.")]
+Model = Annotated[str | None, typer.Option("--model", help="Hub id or local folder of a decoder model.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL; the default is an own server.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of our own errors.")] = False,
+) -> None:
+    """Options of every command; `Commands` reads them."""
+
+
+@app.command()
+def up(
+    config: Config = None,
+    model: Model = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    dtype: Dtype = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill shards.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode shards.")] = None,
+    mixed: Annotated[int | None, typer.Option(help="Number of mixed shards.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for any free one.")] = None,
+    redis: RedisUrl = None,
+    deployment: Deployment = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
+    as_json: Json = False,
+    report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Start Redis, shards, conductor and gateway, and stay until Ctrl-C."""
+    from orchestrator.commands.common import settings_of
+    from orchestrator.commands.up import start
+
+    flags = {
+        "model.id": model,
+        "model.revision": revision,
+        "model.dtype": dtype,
+        "shards.prefill.count": prefill,
+        "shards.decode.count": decode,
+        "shards.mixed.count": mixed,
+        "redis.url": redis,
+        "deployment": deployment,
+    }
+    start(settings_of(config, flags, port=port), detach=detach, as_json=as_json, report_fd=report_fd)
+
+
+@app.command()
+def down(
+    config: Config = None,
+    deployment: Deployment = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 30.0,
+) -> None:
+    """Stop the deployment that runs on this machine."""
+    from orchestrator.commands.common import deployment_name
+    from orchestrator.commands.down import stop_deployment
+
+    stop_deployment(deployment_name(config, deployment), timeout_s=timeout)
+
+
+@app.command()
+def status(
+    config: Config = None, deployment: Deployment = None, url: Url = None, as_json: Json = False
+) -> None:
+    """Show shards, reservations and outstanding records."""
+    from orchestrator.commands.common import deployment_name, plain_url, running_state
+    from orchestrator.commands.status import show_status
+
+    where = plain_url(url) if url else running_state(deployment_name(config, deployment)).url
+    show_status(where, as_json=as_json)
+
+
+@app.command()
+def serve(
+    config: Config = None,
+    redis: RedisUrl = None,
+    listen: Annotated[str | None, typer.Option(help="Address, such as 127.0.0.1:3000.")] = None,
+    deployment: Deployment = None,
+    fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run a gateway alone, for a deployment whose Redis is given."""
+    from orchestrator.commands.common import settings_of
+    from orchestrator.commands.serve import run_gateway
+
+    flags = {"redis.url": redis, "gateway.listen": listen, "deployment": deployment}
+    run_gateway(settings_of(config, flags).settings, fd=fd)
+
+
+@app.command()
+def logs(
+    shard: Annotated[str, typer.Argument(help="A shard such as decode-0, or gateway, or conductor.")],
+    config: Config = None,
+    deployment: Deployment = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
+) -> None:
+    """Show the log of a shard."""
+    from orchestrator.commands.common import deployment_name
+    from orchestrator.commands.logs import show_log
+
+    show_log(deployment_name(config, deployment), shard, lines=lines, follow=follow)
+
+
+@config_app.command("show")
+def config_show(
+    config: Config = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show every setting."""
+    from orchestrator.commands.config import show_config
+
+    show_config(config, origin=origin, as_json=as_json)
+
+
+@app.command()
+def verify(
+    config: Config = None,
+    deployment: Deployment = None,
+    url: Url = None,
+    reference: Annotated[
+        str | None, typer.Option(help="URL of any TGI server with the same model, to compare with.")
+    ] = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest difference of two logprobs; the default is the dtype's.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Also ask all greedy cases, so many at once.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Prove that the separated pair answers exactly as one shard does."""
+    from orchestrator.commands.common import plain_url, settings_of
+    from orchestrator.commands.verify import Wanted, run_verify
+
+    loaded = settings_of(config, {"deployment": deployment, "model.id": model, "model.dtype": dtype})
+    wanted = Wanted(
+        url=plain_url(url) if url else None,
+        reference=plain_url(reference) if reference else None,
+        tolerance=tolerance,
+        concurrency=concurrency,
+    )
+    run_verify(loaded, wanted, as_json=as_json)
+
+
+@app.command()
+def version() -> None:
+    """Show the version of this program and of the shard contract."""
+    from importlib.metadata import version as installed
+
+    from tgi_patches.contract import OVERLAY_VERSION, PROTOCOL_VERSION
+
+    typer.echo(f"tgi-orchestrator {installed('tgi-orchestrator')}")
+    typer.echo(f"protocol {PROTOCOL_VERSION}, overlay {OVERLAY_VERSION}")
+
+
+def main() -> None:
+    """Entry point of `tgi-orchestrator` and `tgio`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

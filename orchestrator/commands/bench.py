@@ -1,0 +1,141 @@
+"""`bench`: ratios on this machine, each with the conditions it was measured under."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.bench.interference import Plan, Result
+from orchestrator.bench.interference import run as run_interference
+from orchestrator.bench.interference.plot import plot
+from orchestrator.bench.interference.stats import Estimate
+from orchestrator.config import Loaded
+from orchestrator.deployment.progress import for_terminal
+from orchestrator.embedded.weights import pick_dtype, resolve_model
+
+QUICK = Plan(model=Path(), dtype="")
+LONG = replace(QUICK, seconds=45.0)
+
+
+def bench_shard(loaded: Loaded, *, rounds: int, as_json: bool) -> None:
+    """The engine against a bare transformers loop."""
+    from orchestrator.bench.shard import measure
+
+    model, dtype = _model(loaded)
+    rows = measure(model, dtype, rounds=rounds)
+    _show(rows, "engine against a bare transformers loop, CPU time", as_json)
+
+
+def bench_bridge(*, sizes_mib: Sequence[int], rounds: int, as_json: bool) -> None:
+    """The arena against memcpy and a file per record."""
+    from orchestrator.bench.bridge import measure
+
+    rows = measure([size << 20 for size in sizes_mib], rounds)
+    _show(rows, "arena against memcpy (1.0) and a safetensors file per record", as_json)
+
+
+def bench_interference(loaded: Loaded, *, long: bool, dtype: str, out: Path | None, as_json: bool) -> None:
+    """What mixing the phases costs and what separation buys."""
+    console = Console(stderr=True)
+    model, _ = _model(loaded)
+    plan = replace(LONG if long else QUICK, model=model, dtype=dtype)
+    results = asyncio.run(run_interference(plan, lambda text: console.print(f"  {text}", style="dim")))
+    report = {"conditions": _conditions(plan), "results": [result.to_dict() for result in results]}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "interference.json").write_text(json.dumps(report, indent=1) + "\n")
+        plot(results, out / "interference.png", title=_title(plan))
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    Console().print(_table(results, _title(plan)))
+    typer.echo("TPOT: time between two tokens of a running stream.  Brackets: 95 % intervals.")
+    if out is not None:
+        typer.echo(f"Wrote {out / 'interference.json'} and {out / 'interference.png'}")
+
+
+def _model(loaded: Loaded) -> tuple[Path, str]:
+    wanted, progress = loaded.settings.model, for_terminal()
+    model = resolve_model(wanted.id, wanted.revision, wanted.cache, wanted.token_file, progress.done)
+    return model.path, pick_dtype(wanted.dtype)
+
+
+def _conditions(plan: Plan) -> dict[str, Any]:
+    return {
+        "version": version("tgi-orchestrator"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "cpu": _cpu_name(),
+        "cores": 2,
+        "dtype": plan.dtype,
+        "streams": plan.streams,
+        "prompt_tokens": plan.prompt_tokens,
+        "seconds_per_phase": plan.seconds,
+        "load_average_at_end": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.streams} streams, prompts of {plan.prompt_tokens} tokens, {plan.dtype}, two cores"
+
+
+def _table(results: Sequence[Result], title: str) -> Table:
+    table = Table(title=title)
+    for name in ("way", "prefill", "TPOT p50", "TPOT p99 ms", "TTFT p50", "TTFT p99", "2nd token p50"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("prompts", justify="right")
+    last = None
+    for result in results:
+        if last is not None and result.prefill_share != last:
+            table.add_section()
+        last = result.prefill_share
+        table.add_row(
+            result.way,
+            f"{result.prefill_share:.0%}",
+            _text(result.tpot_p50),
+            _text(result.tpot_p99, interval=True),
+            _text(result.ttft_p50),
+            _text(result.ttft_p99),
+            _text(result.second_gap_p50),
+            f"{result.stream_tokens_per_s:.0f}",
+            str(result.prompts),
+        )
+    return table
+
+
+def _text(value: Estimate, *, interval: bool = False) -> str:
+    if value.value_ms is None:
+        return "-"
+    text = f"{value.value_ms:.0f}"
+    return f"{text} [{value.low_ms:.0f}, {value.high_ms:.0f}]" if interval else text
+
+
+def _show(rows: list[dict[str, object]], title: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name.rstrip("_"), justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console().print(table)

@@ -1,0 +1,20 @@
+"""`down`: stop a deployment that runs on this machine."""
+
+from __future__ import annotations
+
+import typer
+
+from orchestrator.commands.common import running_state
+from orchestrator.deployment.state import stop
+from orchestrator.errors import OrchestratorError
+
+
+def stop_deployment(deployment: str, *, timeout_s: float) -> None:
+    """Ask it to stop in order and wait; its own process removes what it made."""
+    state = running_state(deployment)
+    typer.echo(f"Stopping {deployment!r} at {state.url}.", err=True)
+    if not stop(state, timeout_s):
+        raise OrchestratorError(
+            f"Process {state.pid} still runs after {timeout_s:g} s: try again, or end it with SIGKILL."
+        )
+    typer.echo(f"Stopped {deployment!r}: nothing of it is left running.", err=True)

@@ -1,0 +1,155 @@
+"""`verify`: finds or starts both sides, asks every case, prints the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import typer
+from rich.console import Console
+
+from orchestrator.commands.common import INTERRUPTED, folder_of
+from orchestrator.commands.sides import Found, both_sides, temporary_order
+from orchestrator.config import Loaded
+from orchestrator.deployment.logging import json_log
+from orchestrator.deployment.progress import Progress, for_terminal
+from orchestrator.deployment.start import Order, deployed
+from orchestrator.deployment.state import State
+from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.verify.cases import built_in
+from orchestrator.verify.compare import TOLERANCE
+from orchestrator.verify.counters import import_counts, problems_in
+from orchestrator.verify.report import Report, Table
+from orchestrator.verify.run import Sides, Verdict, all_at_once, imports_seen, one_by_one
+
+ANSWER_TIMEOUT_S = 300.0
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the flags of `verify` say."""
+
+    url: str | None
+    reference: str | None
+    tolerance: float | None
+    concurrency: int
+
+
+def run_verify(loaded: Loaded, wanted: Wanted, *, as_json: bool) -> None:
+    """Exit code 1 on any difference and on any silent local prefill.
+
+    Without a running deployment of that name one is started, and stopped at the end.
+    """
+    table, progress = Table(Console(stderr=as_json)), for_terminal()
+    state = folder_of(loaded.settings.deployment).running()
+    if state is not None and wanted.url is None:
+        _check_same(loaded, state)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(json_log(Path(os.devnull)))
+            order = None
+            if wanted.url is None and state is None:
+                order = stack.enter_context(temporary_order(loaded, progress))
+            report = asyncio.run(_verified(order, state, wanted, progress, table))
+    except BaseExceptionGroup as group:
+        # Of many requests at once the first of our own errors is the one to tell.
+        ours = group.subgroup(OrchestratorError)
+        if ours is None:
+            raise
+        raise _first(ours) from group
+    except asyncio.CancelledError:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        progress.close()
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _check_same(loaded: Loaded, state: State) -> None:
+    """Flags that ask for something else than what runs must not be passed over in silence."""
+    model = loaded.settings.model
+    if loaded.origins["model.dtype"] == "flag" and model.dtype not in ("auto", state.dtype):
+        raise ConfigError(
+            f"The deployment {state.deployment!r} runs in {state.dtype}: stop it first, or drop --dtype."
+        )
+    if loaded.origins["model.id"] == "flag" and Path(model.id).name != Path(state.model_name).name:
+        raise ConfigError(
+            f"The deployment {state.deployment!r} runs {state.model_name}: stop it first, or drop --model."
+        )
+
+
+def _first(group: BaseExceptionGroup[OrchestratorError]) -> OrchestratorError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _verified(
+    order: Order | None, state: State | None, wanted: Wanted, progress: Progress, table: Table
+) -> Report:
+    _cancel_on_sigterm()
+    async with AsyncExitStack() as stack:
+        if order is not None:
+            state = (await stack.enter_async_context(deployed(order, progress))).state
+        if wanted.url is not None and (state is None or state.url != wanted.url):
+            state = None
+        url = wanted.url or (state.url if state else "")
+        sides = both_sides(url=url, state=state, reference=wanted.reference, progress=progress)
+        found = await stack.enter_async_context(sides)
+        tolerance = wanted.tolerance if wanted.tolerance is not None else TOLERANCE[found.dtype]
+        if wanted.concurrency > 1 and found.dtype != "float32":
+            raise ConfigError(
+                f"--concurrency compares answers from mixed batches, which {found.dtype} does not promise: "
+                "use --dtype float32."
+            )
+        left = await stack.enter_async_context(_client(found.separated_url))
+        right = await stack.enter_async_context(_client(found.reference_url))
+        progress.close()
+        return await _asked(found, Sides(left, right, tolerance), wanted.concurrency, table)
+
+
+def _cancel_on_sigterm() -> None:
+    """What was started for this run must be stopped in order."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False)
+
+
+async def _asked(found: Found, sides: Sides, at_once: int, table: Table) -> Report:
+    before = await import_counts(sides.separated)
+    table.heading(f"{found.separated_url} against {found.reference}, one request at a time")
+    verdicts, asked = await one_by_one(built_in(), sides, table.row)
+    together: list[Verdict] = []
+    if at_once > 1:
+        table.heading(f"{at_once} greedy requests at once, against their answers one by one")
+        together = await all_at_once(asked, at_once, sides, table.row)
+    _, hits = imports_seen([*verdicts, *together])
+    after = await import_counts(sides.separated)
+    counted = None if before is None or after is None else after - before
+    report = Report(
+        separated_url=found.separated_url,
+        reference=found.reference,
+        model=found.model,
+        dtype=found.dtype,
+        tolerance=sides.tolerance,
+        one_by_one=verdicts,
+        at_once=at_once,
+        all_at_once=together,
+        shard_imports=counted,
+        problems=problems_in(counted, hits),
+    )
+    table.summary(report)
+    return report

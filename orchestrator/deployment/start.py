@@ -1,0 +1,189 @@
+"""Starts a deployment and stops it in order.
+
+locked -> port bound -> model found -> planned      (`ordered`: nothing runs yet, errors cost nothing)
+-> Redis -> conductor with its shards -> gateway -> ready -> ... -> the same backwards   (`deployed`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from orchestrator.conductor import Conductor
+from orchestrator.config import Loaded, hidden
+from orchestrator.deployment.arena import free_bytes, remove_arenas
+from orchestrator.deployment.environment import child_env
+from orchestrator.deployment.gateway import GatewayProcess, bound_socket, url_of
+from orchestrator.deployment.plan import Plan, check_room, make_plan
+from orchestrator.deployment.progress import Progress
+from orchestrator.deployment.ready import until_ready
+from orchestrator.deployment.redis import kept_redis, remove_left_over
+from orchestrator.deployment.state import TEMPORARY, State, StateFolder, started_ticks
+from orchestrator.embedded.folder import checked_config
+from orchestrator.embedded.weights import pick_dtype, resolve_model
+from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.queues import ConductorQueue
+from orchestrator.shards.probe import http_probe
+from orchestrator.shards.process import ProcessLauncher
+
+STOP_LIMIT_S = 20.0
+"""For the conductor to drain and stop its shards."""
+PROBE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be started, with the lock and the port already ours."""
+
+    loaded: Loaded
+    plan: Plan
+    folder: StateFolder
+    listener: socket.socket
+
+    @property
+    def deployment(self) -> str:
+        return self.loaded.settings.deployment
+
+    def log_files(self) -> dict[str, Path]:
+        """By shard name, and of `conductor` and `gateway`."""
+        names = [*(spec.shard for spec in self.plan.specs), "conductor", "gateway"]
+        return {name: self.folder.log_of(name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A deployment that is ready."""
+
+    state: State
+    parts: tuple[asyncio.Task[None], ...]
+
+    async def broken(self) -> None:
+        """Raises when a part has ended that must not end."""
+        done, _ = await asyncio.wait(self.parts, return_when=asyncio.FIRST_COMPLETED)
+        for part in done:
+            part.result()
+            raise OrchestratorError(f"The {part.get_name()} ended.")
+
+
+@contextmanager
+def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
+    """Everything that can fail before a process starts: ConfigError in one sentence.
+
+    Blocks while a model is downloaded.  Lock and port are given back at the end.
+    """
+    settings = loaded.settings
+    folder = StateFolder.of(settings.deployment, os.environ)
+    folder.create()
+    with folder.locked():
+        _clean_up(folder)
+        _clean_up_beside(folder)
+        folder.clear_logs()
+        with contextlib.closing(bound_socket(settings.gateway.host, settings.gateway.port)) as listener:
+            progress.step("Looking for the model")
+            plan = _planned(loaded, progress)
+            progress.done(f"Model {plan.model.name} in {plan.dtype}")
+            yield Order(loaded, plan, folder, listener)
+
+
+def _clean_up(folder: StateFolder) -> None:
+    """Remove what an `up` left behind that was killed: we hold its lock, so it is gone."""
+    left = folder.read()
+    if left is not None:
+        remove_arenas(Path(left.arena_dir), left.deployment)
+        remove_left_over(left.redis_url)
+        folder.forget()
+
+
+def _clean_up_beside(folder: StateFolder) -> None:
+    """The same for other deployments: their arenas hold memory until somebody removes them."""
+    for other in folder.abandoned():
+        # Whoever holds its lock is starting it right now, and cleans up itself.
+        with contextlib.suppress(ConfigError), other.locked():
+            _clean_up(other)
+            if other.path.name.startswith(TEMPORARY):
+                shutil.rmtree(other.path, ignore_errors=True)
+
+
+def _planned(loaded: Loaded, progress: Progress) -> Plan:
+    wanted = loaded.settings.model
+    model = resolve_model(wanted.id, wanted.revision, wanted.cache, wanted.token_file, progress.done)
+    config = checked_config(model.path, model.name)
+    cores = sorted(os.sched_getaffinity(0))
+    plan = make_plan(loaded, model, config, pick_dtype(wanted.dtype), cores)
+    check_room(plan.arena_bytes, free_bytes(plan.arena_dir), plan.arena_dir)
+    return plan
+
+
+@asynccontextmanager
+async def deployed(order: Order, progress: Progress) -> AsyncIterator[Running]:
+    """Everything runs and is ready inside the block; nothing of it is left after it."""
+    settings = order.loaded.settings
+    async with AsyncExitStack() as stack:
+        stack.callback(order.folder.forget)
+        stack.callback(remove_arenas, order.plan.arena_dir, order.deployment)
+        progress.step("Starting Redis")
+        given = settings.redis.url
+        redis_url = given if given is not None else await stack.enter_async_context(kept_redis())
+        shown = hidden("redis.url", redis_url)
+        progress.done(f"Redis at {shown}" if given else "Redis of its own")
+        state = _state_of(order, shown)
+        order.folder.write(state)
+        progress.step(f"Starting {len(order.plan.specs)} shards and the gateway")
+        conductor, conducting = await stack.enter_async_context(_conducting(order, redis_url))
+        gateway = await stack.enter_async_context(_gateway(order, redis_url).running())
+        parts = (conducting, gateway)
+        await until_ready(conductor, parts, state, progress)
+        yield Running(state, parts)
+
+
+def _state_of(order: Order, redis_url: str) -> State:
+    return State(
+        deployment=order.deployment,
+        pid=os.getpid(),
+        pid_started=started_ticks(os.getpid()) or 0,
+        url=url_of(order.listener),
+        redis_url=redis_url,
+        model_name=order.plan.model.name,
+        dtype=order.plan.dtype,
+        arena_dir=str(order.plan.arena_dir),
+        specs=order.plan.specs,
+        logs={name: str(path) for name, path in order.log_files().items()},
+    )
+
+
+@asynccontextmanager
+async def _conducting(order: Order, redis_url: str) -> AsyncIterator[tuple[Conductor, asyncio.Task[None]]]:
+    """The conductor and its shards; both are stopped at the end, shards after their requests."""
+    async with (
+        httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client,
+        ConductorQueue(redis_url, order.deployment, f"conductor-{os.getpid()}") as queue,
+    ):
+        launcher = ProcessLauncher(order.folder.logs)
+        conductor = Conductor(queue, launcher, order.plan.specs, http_probe(client))
+        task = asyncio.create_task(conductor.run(), name="conductor")
+        try:
+            yield conductor, task
+        finally:
+            conductor.stop()
+            await asyncio.wait([task], timeout=STOP_LIMIT_S)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _gateway(order: Order, redis_url: str) -> GatewayProcess:
+    changes = {
+        "redis.url": redis_url,
+        "limits.max_input_tokens": order.plan.max_input_tokens,
+        "limits.max_total_tokens": order.plan.max_total_tokens,
+    }
+    env = child_env(order.loaded, os.environ, changes)
+    return GatewayProcess(order.listener, env, order.folder.log_of("gateway"))

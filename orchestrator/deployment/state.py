@@ -1,0 +1,164 @@
+"""What `up` writes down so that `down`, `status`, `logs` and `verify` find the deployment again.
+
+The lock decides whether a deployment runs: the kernel drops it with its process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from tgi_patches.contract import ContractError, ShardSpec, checked_part
+
+APPLICATION = "tgi-orchestrator"
+STATE_VERSION = 1
+TEMPORARY = "verify-"
+"""Names of deployments that are started for one command begin so."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A running deployment, as its state file tells it.  Holds no secret and no prompt."""
+
+    deployment: str
+    pid: int
+    pid_started: int
+    """Start time of that process in clock ticks since boot: a recycled pid has another."""
+    url: str
+    redis_url: str
+    model_name: str
+    dtype: str
+    arena_dir: str
+    specs: tuple[ShardSpec, ...]
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """Log file by shard name, and of `conductor` and `gateway`."""
+    version: int = STATE_VERSION
+
+    def to_json(self) -> str:
+        raw = dataclasses.asdict(self)
+        raw["specs"] = [spec.to_dict() for spec in self.specs]
+        return json.dumps(raw, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> State:
+        raw: dict[str, Any] = json.loads(text)
+        raw["specs"] = tuple(ShardSpec.from_dict(spec) for spec in raw["specs"])
+        return cls(**raw)
+
+
+@dataclass(frozen=True, slots=True)
+class StateFolder:
+    """`$XDG_STATE_HOME/tgi-orchestrator/<deployment>`, readable by its owner only."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, deployment: str, env: Mapping[str, str]) -> StateFolder:
+        try:
+            name = checked_part(deployment, "deployment name")
+        except ContractError as error:
+            raise ConfigError(str(error)) from error
+        base = Path(env.get("XDG_STATE_HOME") or Path(env.get("HOME", "/")) / ".local" / "state")
+        return cls(base / APPLICATION / name)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log_of(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    @property
+    def _file(self) -> Path:
+        return self.path / "state.json"
+
+    def create(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.chmod(0o700)
+            self.logs.mkdir(exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"The state folder {self.path} cannot be created: {error.strerror}.") from error
+
+    def write(self, state: State) -> None:
+        """Replace the state file in one step, so that a reader never sees half of it."""
+        fresh = self._file.with_suffix(".new")
+        fresh.write_text(state.to_json())
+        fresh.chmod(0o600)
+        fresh.replace(self._file)
+
+    def read(self) -> State | None:
+        """What the last `up` wrote; None when there is nothing readable."""
+        try:
+            return State.from_json(self._file.read_text())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def running(self) -> State | None:
+        """The state of a deployment whose `up` process lives; None otherwise."""
+        state = self.read()
+        if state is None or started_ticks(state.pid) != state.pid_started:
+            return None
+        return state
+
+    def abandoned(self) -> list[StateFolder]:
+        """Folders beside this one whose `up` process was killed: they still have a state file."""
+        beside = (StateFolder(path.parent) for path in self.path.parent.glob("*/state.json"))
+        return [folder for folder in beside if folder != self and folder.running() is None]
+
+    def forget(self) -> None:
+        """Remove the state file; the logs stay until the next `up`."""
+        self._file.unlink(missing_ok=True)
+
+    def clear_logs(self) -> None:
+        """Begin every log anew; a reader that follows one notices."""
+        for path in self.logs.glob("*.log*"):
+            path.write_bytes(b"")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the deployment's lock; ConfigError when another `up` holds it."""
+        with (self.path / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(self._already()) from None
+            yield
+
+    def _already(self) -> str:
+        name, state = self.path.name, self.running()
+        where = f" at {state.url} (process {state.pid})" if state else ""
+        return f"The deployment {name!r} already runs{where}: stop it with `tgi-orchestrator down`."
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def stop(state: State, timeout_s: float) -> bool:
+    """SIGTERM the `up` process and wait for its end; False when it is still there after `timeout_s`."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    while started_ticks(state.pid) == state.pid_started:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

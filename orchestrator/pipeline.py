@@ -1,0 +1,354 @@
+"""One request's whole path, top to bottom: admit, ask for shards, put leg, wait, get leg, settle.
+
+`Pipeline.serve` runs in a task of its own; cancelling it (the client left) closes whichever leg is
+open and settles the request, exactly once, as every other ending does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import orjson
+import structlog
+
+from orchestrator.admission import Admission, GatewaySettings
+from orchestrator.core import redress
+from orchestrator.core.redress import FirstToken, Json
+from orchestrator.core.request import Event
+from orchestrator.core.sse import Event as StreamEvent
+from orchestrator.core.sse import comment
+from orchestrator.core.ticket import Leg, Outcome
+from orchestrator.errors import (
+    DeadlinePassed,
+    GatewayError,
+    GenerationFailed,
+    Overloaded,
+    ShardLost,
+)
+from orchestrator.metrics import Metrics
+from orchestrator.queues.protocol import RequestQueue
+from orchestrator.run import Job, Out, Run, encoded
+from orchestrator.settle import end_with_error, settle, to_its_end
+from orchestrator.shards.client import IMPORT_HEADER, Answer, ShardClient, ShardStream, payload_of
+from tgi_patches.contract import WaitReply
+
+log = structlog.get_logger()
+
+_PASSED_ON = (
+    "x-compute-type",
+    "x-compute-time",
+    "x-compute-characters",
+    "x-total-time",
+    "x-validation-time",
+    "x-queue-time",
+    "x-inference-time",
+    "x-time-per-token",
+    "x-prompt-tokens",
+    "x-generated-tokens",
+)
+"""TGI's headers of a whole answer."""
+
+
+class Pipeline:
+    """Serves the requests of one gateway."""
+
+    def __init__(
+        self, settings: GatewaySettings, queue: RequestQueue, shards: ShardClient, metrics: Metrics
+    ) -> None:
+        self.settings = settings
+        self.admission = Admission(settings, queue, shards)
+        self.metrics = metrics
+        self.open: dict[int, Run] = {}
+        self._queue = queue
+        self._shards = shards
+
+    async def serve(self, job: Job, out: Out) -> None:
+        """Answer one request.
+
+        Raises GatewayError while nothing was sent; afterwards an error is an event of the stream.
+        """
+        run = Run(job, out)
+        self.open[id(run)] = run
+        outcome, error = Outcome.FAILED, None
+        try:
+            await self._within_deadline(run)
+            outcome = Outcome.DONE
+        except GatewayError as caught:
+            outcome, error = Outcome.REFUSED if run.granted is None else Outcome.FAILED, caught
+            if not out.started:
+                raise
+            await end_with_error(run, caught)
+        except asyncio.CancelledError:
+            outcome = Outcome.CANCELLED
+            raise
+        finally:
+            del self.open[id(run)]
+            timeout_s = self.settings.settle_timeout_s
+            await to_its_end(settle(run, outcome, error, self._queue, self.metrics, timeout_s))
+
+    async def _within_deadline(self, run: Run) -> None:
+        try:
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                await self._serve(run)
+        except TimeoutError:
+            raise DeadlinePassed("The request took longer than the gateway allows.") from None
+
+    async def _serve(self, run: Run) -> None:
+        self.metrics.arrived()
+        if len(self.open) > self.settings.max_open_requests:
+            raise Overloaded("Model is overloaded")
+        ticket = await self.admission.admit(run)
+        run.enter("queue")
+        with self.metrics.waiting():
+            run.granted = grant = await self._queue.submit(ticket)
+        run.step(Event.GRANTED)
+        self.metrics.granted(grant)
+        if grant.max_new_tokens < run.max_new_tokens:
+            run.cap = run.max_new_tokens = grant.max_new_tokens
+        if run.job.stream:
+            await (self._mixed_stream(run) if grant.prefill is None else self._split_stream(run))
+            await self._end_stream(run)
+        else:
+            await (self._mixed_whole(run) if grant.prefill is None else self._split_whole(run))
+
+    # --- mixed: one shard, one plain request ----------------------------------------------------
+
+    async def _mixed_stream(self, run: Run) -> None:
+        job = run.job
+        body = redress.whole_body(job.dialect, job.raw, run.cap)
+        run.step(Event.GET_SENT)
+        run.enter("prefill")
+        async with self._stream(run, run.grant.decode, body) as events:
+            event = await anext(events, None)
+            if event is None:
+                raise _cut_off(events.shard)
+            await run.send_first(event.raw, run.headers())
+            run.generated_tokens = 1
+            run.enter("decode")
+            await self._relay(run, events, "", ended=_ends(run, events.shard, event))
+
+    async def _mixed_whole(self, run: Run) -> None:
+        job = run.job
+        body = redress.whole_body(job.dialect, job.raw, run.cap)
+        run.step(Event.GET_SENT)
+        run.enter("decode")
+        answer = await self._post(run, run.grant.decode, body)
+        await self._send_whole(run, answer, answer.body)
+
+    # --- separated, streaming -------------------------------------------------------------------
+
+    async def _split_stream(self, run: Run) -> None:
+        first = await self._put_stream(run)
+        if first.ended:
+            return
+        reply = await self._published(run)
+        token_id = first.token_id if reply is None or first.token_id is not None else reply.first_token_id
+        await self._get_stream(run, first, token_id)
+
+    async def _put_stream(self, run: Run) -> FirstToken:
+        """The first token, sent to the client as soon as it is there."""
+        run.step(Event.PUT_SENT)
+        run.enter("prefill")
+        job = run.job
+        tag = redress.put_tag(job.dialect, job.raw, run.handle)
+        body = redress.put_body(job.dialect, job.raw, tag, run.seed)
+        async with self._stream(run, _prefill(run), body) as events:
+            before, payload = await _until_token(run, events)
+            first = redress.first_token(
+                job.dialect,
+                payload,
+                max_new_tokens=run.max_new_tokens,
+                wants_details=job.parameters.details,
+                model=run.model,
+            )
+            ahead = [redress.relayed(job.dialect, event, str(tag), run.model) for event in before]
+            await run.send_first(b"".join([*ahead, encoded(run.job, first.event)]), run.headers())
+            run.generated_tokens = 1
+            if first.ended:
+                await self._relay(run, events, str(tag), ended=True)
+            else:
+                run.enter("relay")
+                await self._drain(events)
+        return first
+
+    async def _drain(self, events: ShardStream) -> None:
+        """Read the put leg to its end, so that its connection serves again; nothing depends on it."""
+        try:
+            async with asyncio.timeout(self.settings.wait_timeout_s):
+                async for _ in events:
+                    pass
+        except (GatewayError, TimeoutError) as error:
+            log.warning("put_leg_cut_off", shard=events.shard, error=str(error))
+
+    async def _published(self, run: Run) -> WaitReply | None:
+        """The record is there, or will not come: either way the get leg may start."""
+        run.enter("relay")
+        leg = _prefill(run)
+        try:
+            reply = await self._shards.wait(leg, run.handle, self.settings.wait_timeout_s)
+        except GatewayError as error:
+            log.warning("wait_failed", shard=leg.shard, error=str(error))
+            return None
+        if reply.found and reply.prompt_tokens:
+            run.prompt_tokens = reply.prompt_tokens
+            self.admission.learn(run.job, reply.prompt_tokens)
+        return reply
+
+    async def _get_stream(self, run: Run, first: FirstToken, token_id: int | None) -> None:
+        """Everything after the first token, from the decode shard."""
+        run.step(Event.PUBLISHED)
+        tag, body = _get_leg(run, token_id)
+        run.step(Event.GET_SENT)
+        run.enter("decode_wait")
+        async with self._stream(run, run.grant.decode, body) as events:
+            self._note_import(run, events.headers)
+            event, payload = await _redone(run, events, first)
+            run.enter("decode")
+            ended = _ends(run, events.shard, event)
+            if ended:
+                # The decode shard found an end that the prefill shard did not see: the client has
+                # the token, but not yet that it was the last.
+                end = redress.only_the_end(run.job.dialect, payload, run.model)
+                await run.out.send(encoded(run.job, end))
+            await self._relay(run, events, tag, ended=ended)
+
+    # --- separated, whole answers ---------------------------------------------------------------
+
+    async def _split_whole(self, run: Run) -> None:
+        job = run.job
+        run.step(Event.PUT_SENT)
+        run.enter("prefill")
+        put_tag = redress.put_tag(job.dialect, job.raw, run.handle)
+        put = await self._post(run, _prefill(run), redress.put_body(job.dialect, job.raw, put_tag, run.seed))
+        reason = redress.finish_reason(job.dialect, put.json())
+        ended = redress.ended_at_first(reason, run.max_new_tokens)
+        reply = None if ended else await self._published(run)
+        if ended or (reply is not None and reply.ended):
+            answer = redress.ended_answer(
+                job.dialect, put.json(), wants_details=job.parameters.details, model=run.model
+            )
+            await self._send_whole(run, put, orjson.dumps(answer))
+            return
+        run.step(Event.PUBLISHED)
+        tag, body = _get_leg(run, None if reply is None else reply.first_token_id)
+        run.step(Event.GET_SENT)
+        run.enter("decode")
+        get = await self._post(run, run.grant.decode, body)
+        self._note_import(run, get.headers)
+        await self._send_whole(run, get, redress.relayed_answer(job.dialect, get.body, tag, run.model))
+
+    # --- common ---------------------------------------------------------------------------------
+
+    def _stream(self, run: Run, leg: Leg, body: Json) -> AbstractAsyncContextManager[ShardStream]:
+        job = run.job
+        return self._shards.stream(leg, job.path, orjson.dumps(body), request_id=job.request_id)
+
+    async def _post(self, run: Run, leg: Leg, body: Json) -> Answer:
+        job = run.job
+        return await self._shards.post(
+            leg,
+            job.path,
+            orjson.dumps(body),
+            self.settings.request_timeout_s,
+            request_id=job.request_id,
+        )
+
+    async def _relay(self, run: Run, events: ShardStream, tag: str, *, ended: bool) -> None:
+        """The rest of a leg.  Raises ShardLost when it stops before the answer is complete."""
+        job = run.job
+        async for event in events:
+            if not ended:
+                run.generated_tokens += 1
+                ended = _ends(run, events.shard, event)
+            await run.out.send(redress.relayed(job.dialect, event, tag, run.model))
+        if not ended:
+            raise _cut_off(events.shard)
+
+    async def _send_whole(self, run: Run, answer: Answer, body: bytes) -> None:
+        """One JSON answer, with TGI's own headers and ours."""
+        run.enter("")
+        run.step(Event.ENDED)
+        self._note_counts(run, answer)
+        headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
+        headers |= run.headers()
+        if run.import_result is not None:
+            headers[IMPORT_HEADER] = run.import_result
+        if run.job.debug:
+            headers["server-timing"] = run.timing()
+        await run.out.whole(b"[" + body + b"]" if run.job.array else body, headers)
+
+    async def _end_stream(self, run: Run) -> None:
+        run.enter("")
+        run.step(Event.ENDED)
+        if run.job.debug:
+            imported = f" import={run.import_result}" if run.import_result else ""
+            served = f"route={run.grant.choice} reason={run.grant.reason}{imported}"
+            await run.out.send(comment(f"orchestrator {served} {run.timing()}"))
+        await run.out.finish()
+
+    def _note_counts(self, run: Run, answer: Answer) -> None:
+        """Prompt and output lengths, as far as the shard told them."""
+        told = answer.headers.get("x-prompt-tokens", "")
+        if told.isdecimal():
+            run.prompt_tokens = int(told)
+            self.admission.learn(run.job, run.prompt_tokens)
+        told = answer.headers.get("x-generated-tokens", "")
+        counted = redress.generated_tokens(run.job.dialect, answer.json())
+        run.generated_tokens = int(told) if told.isdecimal() else counted or 0
+
+    def _note_import(self, run: Run, headers: Mapping[str, str]) -> None:
+        run.import_result = headers.get(IMPORT_HEADER)
+        if run.import_result is not None:
+            self.metrics.imported(run.import_result)
+
+
+def _prefill(run: Run) -> Leg:
+    leg = run.grant.prefill
+    assert leg is not None, "a separated grant names a prefill shard"
+    return leg
+
+
+def _get_leg(run: Run, token_id: int | None) -> tuple[str, dict[str, Any]]:
+    """The get leg's tag and body."""
+    job, leg = run.job, _prefill(run)
+    tag = redress.get_tag(
+        job.dialect, job.raw, handle=run.handle, shard=leg.shard, epoch=leg.epoch, first=token_id
+    )
+    return str(tag), redress.get_body(job.dialect, job.raw, tag, run.seed, run.cap)
+
+
+async def _until_token(run: Run, events: ShardStream) -> tuple[list[StreamEvent], dict[str, Any]]:
+    """A leg's first token event, and the events before it (a chat may name its role first)."""
+    before: list[StreamEvent] = []
+    async for event in events:
+        payload = payload_of(events.shard, event)
+        if redress.is_token(run.job.dialect, payload):
+            return before, payload
+        before.append(event)
+    raise _cut_off(events.shard)
+
+
+async def _redone(run: Run, events: ShardStream, first: FirstToken) -> tuple[StreamEvent, dict[str, Any]]:
+    """The get leg's first token, which the client has already: it must be the same one."""
+    async for event in events:
+        payload = payload_of(events.shard, event)
+        if not redress.is_token(run.job.dialect, payload):
+            continue
+        if not redress.same_token(run.job.dialect, payload, first):
+            raise GenerationFailed(f"Shard {events.shard} went on from another first token.")
+        return event, payload
+    raise _cut_off(events.shard)
+
+
+def _ends(run: Run, shard: str, event: StreamEvent) -> bool:
+    try:
+        return redress.is_last(run.job.dialect, event.data or b"")
+    except ValueError:
+        raise ShardLost(f"Shard {shard} sent an event that cannot be read.") from None
+
+
+def _cut_off(shard: str) -> ShardLost:
+    return ShardLost(f"Shard {shard} stopped before the answer was complete.")

@@ -1,0 +1,339 @@
+"""A gateway's side of the queue: tickets out, grants in, leases kept alive.
+
+Redis is called a fixed number of times per request: a ticket, a read that brings grants, an end.
+Without an answer the gateway decides for itself; without Redis it serves from its last shard table with
+half of the capacity, and says so.  One ordered writer: a withdrawal always follows what it races with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from orchestrator.core.routing import Mode, Refuse, decide, first_come
+from orchestrator.core.ticket import Completion, Grant, Outcome, ShardView, Ticket
+from orchestrator.errors import OrchestratorError, Unavailable, Unreachable
+from orchestrator.queues import calls, wire
+from orchestrator.queues.calls import Call, Timings
+from orchestrator.queues.link import BATCH, OrderedWriter, ScriptRunner, answered, connect
+from orchestrator.queues.open import (
+    OpenRequest,
+    OpenRequests,
+    cancelled,
+    closed,
+    no_shard,
+    queue_full,
+    too_late,
+)
+from orchestrator.queues.scripts import BODY, Keys
+from orchestrator.queues.table import Table, conservative
+from tgi_patches.contract import checked_part, new_epoch
+
+log = structlog.get_logger()
+
+
+class GatewayQueue:
+    """See `RequestQueue`.  `queue_size` bounds the undecided tickets of all gateways together."""
+
+    def __init__(
+        self,
+        redis: str | Redis,
+        deployment: str,
+        gateway_id: str,
+        *,
+        queue_size: int = 1024,
+        timings: Timings | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.gateway = checked_part(f"{gateway_id}.{new_epoch()}", "gateway name")
+        self._timings = timings or Timings()
+        self._client = connect(redis, self._timings)
+        self._owns_client = not isinstance(redis, Redis)
+        self._keys = Keys(checked_part(deployment, "deployment name"))
+        self._runner = ScriptRunner(self._client, self._keys, self._timings)
+        self._writer = OrderedWriter(self._runner)
+        self._queue_size = queue_size
+        self._now = now
+        self._requests = OpenRequests()
+        self._table = Table()
+        self._lost: str | None = None
+        self._wake = asyncio.Event()
+        self._read_to = "0-0"
+        self._task: asyncio.Task[None] | None = None
+
+    # --- state ----------------------------------------------------------------------------------
+
+    @property
+    def degraded(self) -> str | None:
+        if self._lost is not None:
+            return self._lost
+        return None if self._table.leader else "No conductor leads: this gateway decides for itself."
+
+    @property
+    def mode(self) -> Mode:
+        return self._table.mode
+
+    @property
+    def waiting(self) -> int:
+        return self._table.waiting if self._lost is None else self._requests.undecided_count
+
+    def shards(self) -> tuple[ShardView, ...]:
+        return self._table.shards
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        try:
+            await self._runner.enter()
+            await self._runner.one(self._heartbeat())
+            self._table = Table.parse(await self._runner.one(calls.table(self._keys)))
+        except OrchestratorError:
+            await self.aclose()
+            raise
+        self._task = asyncio.create_task(self._run(), name=f"queue {self.gateway}")
+
+    async def aclose(self) -> None:
+        """Free everything this gateway holds, then stop; quick even when Redis hangs."""
+        self._requests.drop_all(closed)
+        if self._task is not None:
+            if self._lost is None:
+                await asyncio.wait([self._writer.send(self._heartbeat())], timeout=self._timings.deadline_s)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._owns_client:
+            await self._client.aclose()
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._writer.run())
+                group.create_task(self._keep_alive())
+                group.create_task(self._read_answers())
+                group.create_task(self._decide_late_ones())
+        except Exception:
+            # Supervision: clients that wait must hear of it.
+            log.exception("queue_stopped", gateway=self.gateway)
+        finally:
+            self._lost = "The queue is closed."
+            self._requests.drop_all(closed)
+
+    # --- a request ------------------------------------------------------------------------------
+
+    async def submit(self, ticket: Ticket) -> Grant:
+        if self._task is None or self._task.done():
+            raise closed()
+        if not self._table.shards:
+            raise no_shard()
+        request = self._requests.add(ticket)
+        try:
+            async with asyncio.timeout(ticket.deadline_s - self._now()):
+                await self._announce(request)
+                return await request.answer
+        except BaseException as error:
+            # The caller has no grant, whatever was decided meanwhile: nothing may stay behind.
+            if self._requests.get(ticket.handle) is request:
+                self._end(Completion(ticket.handle, Outcome.CANCELLED))
+            if isinstance(error, TimeoutError):
+                raise too_late(self._table.shards) from None
+            raise
+
+    async def complete(self, completion: Completion) -> None:
+        ended = self._end(completion)
+        if ended is not None:
+            await self._heard(ended)
+
+    async def cancel(self, handle: str) -> None:
+        request = self._requests.get(handle)
+        if request is not None and request.grant is None:
+            self._requests.drop(request, cancelled())
+        await self.complete(Completion(handle, Outcome.CANCELLED))
+
+    async def refresh(self) -> None:
+        try:
+            await self._read_table()
+        except Unreachable as error:
+            self._lose(error)
+
+    async def _announce(self, request: OpenRequest) -> None:
+        """Put the ticket into Redis; without Redis only the local bound holds."""
+        full = False
+        if self._lost is None:
+            full = await self._heard(self._writer.send(self._submission(request))) == "full"
+        if self._lost is not None:
+            full = self._requests.undecided_count > self._queue_size
+        if full:
+            raise queue_full(self._queue_size)
+        request.announced = True
+        self._wake.set()
+
+    def _end(self, completion: Completion) -> asyncio.Future[Any] | None:
+        """Forget the request here at once and in Redis in order; without Redis a later heartbeat does it."""
+        self._requests.forget(completion.handle)
+        self._wake.set()
+        if self._lost is not None:
+            return None
+        return self._writer.send(calls.complete(self._keys, self.gateway, completion))
+
+    async def _heard(self, reply: asyncio.Future[Any]) -> Any:
+        """The reply of a call, or None and the knowledge that Redis is gone."""
+        try:
+            return await reply
+        except Unreachable as error:
+            self._lose(error)
+            return None
+
+    # --- loops ----------------------------------------------------------------------------------
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(self._timings.heartbeat_s)
+            try:
+                missing = await self._writer.send(self._heartbeat())
+                await asyncio.gather(*(self._writer.send(call) for call in self._restorations(missing)))
+                await self._read_table()
+                if not self._table.leader:
+                    await self._writer.send(calls.reap(self._keys))
+            except Unreachable as error:
+                self._lose(error)
+            else:
+                self._found()
+
+    async def _read_answers(self) -> None:
+        """Grants and refusals, as they come."""
+        stream = self._keys.grants(self.gateway)
+        block_ms = max(1, calls.ms(self._timings.block_s))
+        while True:
+            try:
+                found: Any = await answered(
+                    self._timings.deadline_s,
+                    lambda: self._client.xread({stream: self._read_to}, count=512, block=block_ms),
+                )
+            except (Unreachable, ResponseError) as error:
+                self._lose(error)
+                await asyncio.sleep(self._timings.heartbeat_s)
+                continue
+            for _, entries in found or ():
+                for self._read_to, fields in entries:
+                    self._take(fields.get(BODY, ""))
+
+    def _take(self, text: str) -> None:
+        try:
+            answer = wire.answer(text)
+        except wire.WireError as error:
+            log.warning("answer_unreadable", error=str(error))
+            return
+        request = self._requests.get(answer.handle)
+        if request is None:
+            return
+        if isinstance(answer, wire.Refusal):
+            if request.grant is None:
+                self._requests.drop(request, Unavailable(answer.refused.detail))
+        elif request.grant is None:
+            self._requests.settle(request.ticket, answer)
+        elif request.grant != answer:
+            # Decided here without Redis, and by a conductor from the ticket that survived: ours is served.
+            self._writer.send(calls.restore(self._keys, self.gateway, request.grant))
+
+    async def _decide_late_ones(self) -> None:
+        """The gateway's own decisions; one pass at a time, oldest request first."""
+        while True:
+            try:
+                async with asyncio.timeout(self._pause_s()):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            alone = self._lost is not None or not self._table.leader
+            due = self._requests.due(0.0 if alone else self._timings.own_decision_s, BATCH)
+            if due and self._lost is not None:
+                self._decide_locally(due)
+            elif due:
+                await self._decide_together(due)
+
+    def _pause_s(self) -> float | None:
+        """Until the oldest request has waited long enough, then once per period; None while none waits."""
+        age_s = self._requests.oldest_age_s()
+        if age_s is None:
+            return None
+        left_s = self._timings.own_decision_s - age_s
+        return left_s if left_s > 0 else self._timings.own_decision_s
+
+    async def _decide_together(self, due: Sequence[OpenRequest]) -> None:
+        """The conductor's decision and its script, on a fresh table; in order, up to the first that waits."""
+        await self.refresh()
+        shards = self._table.shards
+        sent: list[tuple[Ticket, asyncio.Future[Any]]] = []
+        for ticket, decision in first_come([request.ticket for request in due], shards, mode=self.mode):
+            if isinstance(decision, Refuse):
+                self._refuse(ticket, decision)
+            else:
+                commit = calls.commit(self._keys, "", ticket, decision, shards, self._timings)
+                sent.append((ticket, self._writer.send(commit)))
+        for ticket, reply in sent:
+            result, lease = await self._heard(reply) or ("lost", "")
+            if result in ("granted", "duplicate"):
+                self._requests.settle(ticket, wire.leased(lease))
+
+    def _decide_locally(self, due: Sequence[OpenRequest]) -> None:
+        """Without Redis: this gateway's share of half of what was there, less what it holds itself."""
+        shards = conservative(self._table, self._requests.grants())
+        tickets = [request.ticket for request in due]
+        for ticket, decision in first_come(tickets, shards, mode=self.mode):
+            if isinstance(decision, Grant):
+                self._requests.settle(ticket, decision)
+            elif isinstance(never := decide(ticket, self._table.shards, mode=self.mode), Refuse):
+                self._refuse(ticket, never)
+
+    def _refuse(self, ticket: Ticket, refused: Refuse) -> None:
+        request = self._requests.get(ticket.handle)
+        if request is not None and request.ticket is ticket:
+            self._requests.drop(request, Unavailable(refused.detail))
+            self._end(Completion(ticket.handle, Outcome.REFUSED))
+
+    # --- Redis ----------------------------------------------------------------------------------
+
+    async def _read_table(self) -> None:
+        self._table = Table.parse(await self._writer.send(calls.table(self._keys)), self._table)
+
+    def _heartbeat(self) -> Call:
+        granted = [grant.handle for grant in self._requests.grants()]
+        return calls.heartbeat(self._keys, self.gateway, granted, self._requests.undecided(), self._timings)
+
+    def _submission(self, request: OpenRequest) -> Call:
+        return calls.submit(self._keys, request.ticket, self._queue_size)
+
+    def _restorations(self, missing: Sequence[str]) -> list[Call]:
+        """What a Redis that forgot it is told about open requests."""
+        found = [request for request in map(self._requests.get, missing) if request is not None]
+        return [
+            self._submission(request)
+            if request.grant is None
+            else calls.restore(self._keys, self.gateway, request.grant)
+            for request in found
+            if request.announced
+        ]
+
+    def _lose(self, error: Exception) -> None:
+        if self._lost is None:
+            log.warning("redis_lost", gateway=self.gateway, error=str(error))
+        self._lost = f"{error} This gateway serves from its last shard table with half of the capacity."
+        self._wake.set()
+
+    def _found(self) -> None:
+        if self._lost is not None:
+            log.info("redis_back", gateway=self.gateway)
+            self._lost = None
+        self._wake.set()

@@ -1,0 +1,53 @@
+"""What a gateway needs of the queue; `GatewayQueue` and `FakeQueue` implement it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from orchestrator.core.routing import Mode
+from orchestrator.core.ticket import Completion, Grant, ShardView, Ticket
+
+
+class RequestQueue(Protocol):
+    """A gateway's side of the queue."""
+
+    @property
+    def gateway(self) -> str:
+        """`<gateway id>.<gateway epoch>`, as tickets carry it."""
+
+    @property
+    def degraded(self) -> str | None:
+        """One sentence while the queue works with less than it should have; None when all is well."""
+
+    @property
+    def mode(self) -> Mode:
+        """The mode as last read."""
+
+    @property
+    def waiting(self) -> int:
+        """Tickets without a decision, of all gateways, as last read."""
+
+    async def start(self) -> None:
+        """Raises Unreachable without Redis, ConfigError for a foreign schema."""
+
+    async def aclose(self) -> None:
+        """Gives everything back."""
+
+    async def submit(self, ticket: Ticket) -> Grant:
+        """Shards for the ticket, at the latest at its deadline.
+
+        Raises Overloaded (queue full, or the deadline passed in the queue) and Unavailable (no shard is
+        known, none is ready by the deadline, or none could ever hold the request).
+        """
+
+    async def complete(self, completion: Completion) -> None:
+        """End a granted request and free what it held, once."""
+
+    async def cancel(self, handle: str) -> None:
+        """End a request in the queue: withdraw its ticket, free what a commit that raced reserved."""
+
+    def shards(self) -> tuple[ShardView, ...]:
+        """The shard table with reservations, as last read."""
+
+    async def refresh(self) -> None:
+        """Read the shard table now; keeps the last one when Redis does not answer."""

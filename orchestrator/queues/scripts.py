@@ -1,0 +1,407 @@
+"""Every Redis key and every Lua script of the queue, in one place.
+
+Reservations are counters per incarnation (`<shard>.<epoch>|kv`, `|slots`, `|bytes`, `|records`) and change
+only together with the lease that holds them: `kv|bytes|decode.epoch|prefill.epoch|<grant as JSON>`.
+Epochs stay strings in Lua: its numbers are doubles and would round them.  Redis 6.2 or later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+SCHEMA_VERSION = "1"
+GROUP = "conductors"
+BODY = "b"
+"""The one field of every stream entry: JSON."""
+PARTS = ("kv", "slots", "bytes", "records")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of one deployment's keys.  The braces keep them in one slot of a Redis cluster."""
+
+    deployment: str
+
+    @property
+    def prefix(self) -> str:
+        return f"orch:{{{self.deployment}}}:"
+
+    @property
+    def schema(self) -> str:
+        """Version of this layout; whoever finds another one stops."""
+        return self.prefix + "schema"
+
+    @property
+    def born(self) -> str:
+        """Milliseconds at which this Redis first saw the deployment: again after it restarted empty."""
+        return self.prefix + "born"
+
+    @property
+    def leader(self) -> str:
+        """`<conductor>:<fence>` of the leading conductor, with a time to live."""
+        return self.prefix + "leader"
+
+    @property
+    def fence(self) -> str:
+        """Counts elections."""
+        return self.prefix + "fence"
+
+    @property
+    def mode(self) -> str:
+        return self.prefix + "mode"
+
+    @property
+    def tickets(self) -> str:
+        """Stream of undecided tickets; a decision deletes its entry."""
+        return self.prefix + "tickets"
+
+    @property
+    def completions(self) -> str:
+        """Stream of ends, about the last 10,000."""
+        return self.prefix + "completions"
+
+    @property
+    def shards(self) -> str:
+        """Set of shard names; `shard:{name}` is a hash of state, epoch and view with a time to live."""
+        return self.prefix + "shards"
+
+    @property
+    def reserved(self) -> str:
+        """Hash of all reservation counters."""
+        return self.prefix + "reserved"
+
+    @property
+    def gateways(self) -> str:
+        """Set of gateway incarnations that may hold leases."""
+        return self.prefix + "gateways"
+
+    def shard(self, shard: str) -> str:
+        return f"{self.prefix}shard:{shard}"
+
+    def gateway(self, gateway: str) -> str:
+        """Exists while the gateway's heart beats."""
+        return f"{self.prefix}gateway:{gateway}"
+
+    def queued(self, gateway: str) -> str:
+        """Hash: handle -> entry in `tickets`."""
+        return f"{self.prefix}queued:{gateway}"
+
+    def leases(self, gateway: str) -> str:
+        """Hash: handle -> lease."""
+        return f"{self.prefix}leases:{gateway}"
+
+    def grants(self, gateway: str) -> str:
+        """Stream of answers for one gateway incarnation, which alone reads it."""
+        return f"{self.prefix}grants:{gateway}"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua script, called by its digest."""
+
+    name: str
+    text: str
+
+    @property
+    def sha(self) -> str:
+        return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+_SHARED = """
+local function add(reserved, incarnation, part, amount)
+  redis.call('HINCRBY', reserved, incarnation .. '|' .. part, amount)
+end
+-- A counter that is absent went with its incarnation: nothing to give back.
+local function sub(reserved, incarnation, part, amount)
+  local field = incarnation .. '|' .. part
+  if redis.call('HEXISTS', reserved, field) == 1
+    and redis.call('HINCRBY', reserved, field, -amount) <= 0 then
+    redis.call('HDEL', reserved, field)
+  end
+end
+local function book(change, reserved, lease)
+  local kv, bytes, decode, prefill = string.match(lease, '^(%d+)|(%d+)|([^|]*)|([^|]*)|')
+  change(reserved, decode, 'kv', kv)
+  change(reserved, decode, 'slots', 1)
+  if prefill ~= '' then
+    change(reserved, prefill, 'bytes', bytes)
+    change(reserved, prefill, 'records', 1)
+  end
+end
+local function withdraw(tickets, queued, handle, group)
+  local id = redis.call('HGET', queued, handle)
+  if not id then return false end
+  redis.call('HDEL', queued, handle)
+  redis.pcall('XACK', tickets, group, id)
+  redis.call('XDEL', tickets, id)
+  return true
+end
+local function free(leases, reserved, handle)
+  local lease = redis.call('HGET', leases, handle)
+  if not lease then return false end
+  redis.call('HDEL', leases, handle)
+  book(sub, reserved, lease)
+  return true
+end
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+-- Milliseconds since this Redis first saw the deployment.
+local function age_ms(born)
+  redis.call('SET', born, string.format('%d', now_ms()), 'NX')
+  return now_ms() - redis.call('GET', born)
+end
+local function tell(completions, handle)
+  redis.call('XADD', completions, 'MAXLEN', '~', 10000, '*', 'b',
+    cjson.encode({handle = handle, outcome = 'cancelled'}))
+end
+"""
+
+SUBMIT = Script(
+    "submit",
+    """
+-- KEYS tickets queued  ARGV handle ticket queue_size  -> queued | full
+-- Idempotent by handle, so that it may be repeated after a lost answer.
+if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then return 'queued' end
+if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[3]) then return 'full' end
+redis.call('HSET', KEYS[2], ARGV[1], redis.call('XADD', KEYS[1], '*', 'b', ARGV[2]))
+return 'queued'
+""",
+)
+
+COMMIT = Script(
+    "commit",
+    _SHARED
+    + """
+-- KEYS leader born tickets gateway queued leases grants reserved decode-shard prefill-shard
+-- ARGV leader ('' for a gateway's own decision) handle lease grant group settle_ms
+--      decode-incarnation prefill-incarnation ('' for mixed)
+--      kv slots decode-requests prefill-requests bytes   (what each shard can be promised at most)
+-- -> {granted | duplicate | gone | silent | fenced | behind | settling | stale | full, lease}
+local own, handle, lease, reserved = ARGV[1] == '', ARGV[2], ARGV[3], KEYS[8]
+local leader = redis.call('GET', KEYS[1])
+if not own and leader ~= ARGV[1] then return {'fenced', ''} end
+local held = redis.call('HGET', KEYS[6], handle)
+if held then
+  withdraw(KEYS[3], KEYS[5], handle, ARGV[5])
+  return {'duplicate', held}
+end
+local ticket = redis.call('HGET', KEYS[5], handle)
+if not own and not ticket then return {'gone', ''} end
+if not own and redis.call('EXISTS', KEYS[4]) == 0 then return {'silent', ''} end
+-- While a conductor leads, a gateway may only help the ticket that is first in the queue.
+if own and leader and ticket then
+  local first = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 1)[1]
+  if first and first[1] ~= ticket then return {'behind', ''} end
+end
+-- A Redis that has just come up empty waits until the gateways have told what they hold.
+if age_ms(KEYS[2]) < tonumber(ARGV[6]) then return {'settling', ''} end
+
+-- Shards that no conductor publishes any more may still serve; one that is published must be ready.
+local function usable(key, incarnation)
+  local seen = redis.call('HMGET', key, 'state', 'incarnation')
+  if not seen[2] then return not leader end
+  return seen[1] == 'ready' and seen[2] == incarnation
+end
+local function count(incarnation, part)
+  return tonumber(redis.call('HGET', reserved, incarnation .. '|' .. part) or 0)
+end
+local function legs(incarnation) return count(incarnation, 'slots') + count(incarnation, 'records') end
+local kv, bytes = string.match(lease, '^(%d+)|(%d+)|')
+local decode, prefill = ARGV[7], ARGV[8]
+if not usable(KEYS[9], decode) or (prefill ~= '' and not usable(KEYS[10], prefill)) then
+  return {'stale', ''}
+end
+if count(decode, 'kv') + kv > tonumber(ARGV[9]) or count(decode, 'slots') + 1 > tonumber(ARGV[10])
+  or legs(decode) + 1 > tonumber(ARGV[11]) then
+  return {'full', ''}
+end
+if prefill ~= '' and (legs(prefill) + 1 > tonumber(ARGV[12])
+  or count(prefill, 'bytes') + bytes > tonumber(ARGV[13])) then
+  return {'full', ''}
+end
+book(add, reserved, lease)
+redis.call('HSET', KEYS[6], handle, lease)
+withdraw(KEYS[3], KEYS[5], handle, ARGV[5])
+if not own then redis.call('XADD', KEYS[7], 'MAXLEN', '~', 10000, '*', 'b', ARGV[4]) end
+return {'granted', lease}
+""",
+)
+
+REFUSE = Script(
+    "refuse",
+    _SHARED
+    + """
+-- KEYS leader tickets queued grants  ARGV leader handle refusal group  -> refused | gone | fenced
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'fenced' end
+if not withdraw(KEYS[2], KEYS[3], ARGV[2], ARGV[4]) then return 'gone' end
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', 10000, '*', 'b', ARGV[3])
+return 'refused'
+""",
+)
+
+COMPLETE = Script(
+    "complete",
+    _SHARED
+    + """
+-- KEYS tickets queued leases reserved completions  ARGV handle completion group  -> 1 | 0
+-- Ends a request wherever it stands, once: a ticket is withdrawn, a lease is freed.
+local queued = withdraw(KEYS[1], KEYS[2], ARGV[1], ARGV[3])
+local held = free(KEYS[3], KEYS[4], ARGV[1])
+if not queued and not held then return 0 end
+redis.call('XADD', KEYS[5], 'MAXLEN', '~', 10000, '*', 'b', ARGV[2])
+return 1
+""",
+)
+
+HEARTBEAT = Script(
+    "heartbeat",
+    _SHARED
+    + """
+-- KEYS gateway gateways queued leases reserved tickets completions
+-- ARGV gateway ttl_ms group granted-count granted... queued...  -> handles that Redis does not know
+-- What the gateway has open is the truth: whatever else Redis holds for it is freed.
+redis.call('SET', KEYS[1], '1', 'PX', ARGV[2])
+redis.call('SADD', KEYS[2], ARGV[1])
+local open, missing = {}, {}
+for i = 5, #ARGV do
+  open[ARGV[i]] = true
+  local known = redis.call('HEXISTS', KEYS[4], ARGV[i]) == 1
+    or (i > 4 + ARGV[4] and redis.call('HEXISTS', KEYS[3], ARGV[i]) == 1)
+  if not known then missing[#missing + 1] = ARGV[i] end
+end
+for _, handle in ipairs(redis.call('HKEYS', KEYS[4])) do
+  if not open[handle] and free(KEYS[4], KEYS[5], handle) then tell(KEYS[7], handle) end
+end
+for _, handle in ipairs(redis.call('HKEYS', KEYS[3])) do
+  if not open[handle] and withdraw(KEYS[6], KEYS[3], handle, ARGV[3]) then tell(KEYS[7], handle) end
+end
+return missing
+""",
+)
+
+RESTORE = Script(
+    "restore",
+    _SHARED
+    + """
+-- KEYS leases reserved queued tickets  ARGV handle lease group
+-- The gateway already serves this request: its lease stands, whatever the room.
+if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then return 0 end
+free(KEYS[1], KEYS[2], ARGV[1])
+withdraw(KEYS[4], KEYS[3], ARGV[1], ARGV[3])
+book(add, KEYS[2], ARGV[2])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 1
+""",
+)
+
+TABLE = Script(
+    "table",
+    """
+-- KEYS leader mode gateways tickets reserved shards  ARGV shard-key-prefix
+-- -> {leader, mode, gateways, tickets, reserved (flat), name, state, view, name, state, view ...}
+local out = {redis.call('GET', KEYS[1]) or '', redis.call('GET', KEYS[2]) or '', redis.call('SCARD', KEYS[3]),
+  redis.call('XLEN', KEYS[4]), redis.call('HGETALL', KEYS[5])}
+for _, name in ipairs(redis.call('SMEMBERS', KEYS[6])) do
+  local seen = redis.call('HMGET', ARGV[1] .. name, 'state', 'view')
+  if seen[1] and seen[2] then
+    out[#out + 1] = name
+    out[#out + 1] = seen[1]
+    out[#out + 1] = seen[2]
+  end
+end
+return out
+""",
+)
+
+LEAD = Script(
+    "lead",
+    """
+-- KEYS leader fence  ARGV conductor ttl_ms  -> leader value, '' when another one leads
+local leader = redis.call('GET', KEYS[1])
+if not leader then
+  leader = ARGV[1] .. ':' .. redis.call('INCR', KEYS[2])
+  redis.call('SET', KEYS[1], leader, 'PX', ARGV[2])
+  return leader
+end
+if string.sub(leader, 1, #ARGV[1] + 1) ~= ARGV[1] .. ':' then return '' end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return leader
+""",
+)
+
+RESIGN = Script(
+    "resign",
+    """
+-- KEYS leader  ARGV leader
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+""",
+)
+
+PUBLISH = Script(
+    "publish",
+    """
+-- KEYS leader shards  ARGV leader ttl_ms shard-key-prefix, then name state incarnation view per shard
+-- -> published | fenced.  What is not named is removed; view '' leaves a shard without one.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'fenced' end
+local named = {}
+for i = 4, #ARGV, 4 do
+  local name, key = ARGV[i], ARGV[3] .. ARGV[i]
+  named[name] = true
+  redis.call('SADD', KEYS[2], name)
+  redis.call('HSET', key, 'state', ARGV[i + 1], 'incarnation', ARGV[i + 2])
+  if ARGV[i + 3] ~= '' then redis.call('HSET', key, 'view', ARGV[i + 3]) end
+  redis.call('PEXPIRE', key, ARGV[2])
+end
+for _, name in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  if not named[name] then
+    redis.call('SREM', KEYS[2], name)
+    redis.call('DEL', ARGV[3] .. name)
+  end
+end
+return 'published'
+""",
+)
+
+REAP = Script(
+    "reap",
+    _SHARED
+    + """
+-- KEYS gateways reserved tickets completions  ARGV key-prefix group  -> requests that were ended
+local ended = 0
+for _, gateway in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  if redis.call('EXISTS', ARGV[1] .. 'gateway:' .. gateway) == 0 then
+    local leases, queued = ARGV[1] .. 'leases:' .. gateway, ARGV[1] .. 'queued:' .. gateway
+    for _, handle in ipairs(redis.call('HKEYS', leases)) do
+      free(leases, KEYS[2], handle)
+      tell(KEYS[4], handle)
+      ended = ended + 1
+    end
+    for _, handle in ipairs(redis.call('HKEYS', queued)) do
+      withdraw(KEYS[3], queued, handle, ARGV[2])
+      tell(KEYS[4], handle)
+      ended = ended + 1
+    end
+    redis.call('DEL', ARGV[1] .. 'grants:' .. gateway)
+    redis.call('SREM', KEYS[1], gateway)
+  end
+end
+return ended
+""",
+)
+
+ENTER = Script(
+    "enter",
+    _SHARED
+    + """
+-- KEYS schema born  ARGV version  -> version found.  First call of every process, and after a restart.
+redis.call('SET', KEYS[1], ARGV[1], 'NX')
+age_ms(KEYS[2])
+return redis.call('GET', KEYS[1])
+""",
+)
+
+ALL = (SUBMIT, COMMIT, REFUSE, COMPLETE, HEARTBEAT, RESTORE, TABLE, LEAD, RESIGN, PUBLISH, REAP, ENTER)

@@ -1,0 +1,153 @@
+"""How facts travel through Redis: JSON, and leases with a head that Lua can read without JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from orchestrator.core.routing import Mode, Refuse
+from orchestrator.core.ticket import Choice, Completion, Grant, Leg, Outcome, ShardView, Ticket
+from tgi_patches.contract import Fingerprint, Limits, Role
+
+T = TypeVar("T")
+
+
+class WireError(ValueError):
+    """An entry in Redis that this version cannot read."""
+
+
+def encode(fact: Any) -> str:
+    """Compact JSON of a dataclass, nested ones included."""
+    return json.dumps(_fields(fact), default=_fields, separators=(",", ":"))
+
+
+def _fields(fact: Any) -> dict[str, Any]:
+    return {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
+
+
+def _decoded(text: str, build: Callable[[Mapping[str, Any]], T]) -> T:
+    try:
+        return build(json.loads(text))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WireError(f"An entry in Redis cannot be read: {error}") from None
+
+
+def _known(kind: type[Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that this version knows: the next one may add some."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in raw.items() if name in names}
+
+
+def ticket(text: str) -> Ticket:
+    return _decoded(text, lambda raw: Ticket(**_known(Ticket, raw)))
+
+
+def completion(text: str) -> Completion:
+    def build(raw: Mapping[str, Any]) -> Completion:
+        return Completion(**{**_known(Completion, raw), "outcome": Outcome(raw["outcome"])})
+
+    return _decoded(text, build)
+
+
+def mode(text: str) -> Mode:
+    """The mode key; an absent one is the normal mode."""
+    return _decoded(text or "{}", lambda raw: Mode(**_known(Mode, raw)))
+
+
+def view(text: str, state: str) -> ShardView:
+    """A published shard, in the state that was published beside it."""
+
+    def build(raw: Mapping[str, Any]) -> ShardView:
+        known = _known(ShardView, raw)
+        known["role"] = Role(raw["role"])
+        known["fingerprint"] = Fingerprint(**_known(Fingerprint, raw["fingerprint"]))
+        known["limits"] = Limits.from_dict(raw["limits"])
+        known["state"] = state
+        return ShardView(**known)
+
+    return _decoded(text, build)
+
+
+def grant(text: str) -> Grant:
+    return _decoded(text, _grant)
+
+
+def _grant(raw: Mapping[str, Any]) -> Grant:
+    prefill = raw["prefill"]
+    known = _known(Grant, raw)
+    known["choice"] = Choice(raw["choice"])
+    known["decode"] = Leg(**_known(Leg, raw["decode"]))
+    known["prefill"] = None if prefill is None else Leg(**_known(Leg, prefill))
+    return Grant(**known)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """The conductor's no, as it travels to a gateway."""
+
+    handle: str
+    refused: Refuse
+
+
+def answer(text: str) -> Grant | Refusal:
+    """An entry of a grants stream."""
+
+    def build(raw: Mapping[str, Any]) -> Grant | Refusal:
+        if "refused" in raw:
+            return Refusal(raw["handle"], Refuse(**_known(Refuse, raw["refused"])))
+        return _grant(raw)
+
+    return _decoded(text, build)
+
+
+# --- leases and counters ------------------------------------------------------------------------
+
+
+def incarnation(shard: str, epoch: int) -> str:
+    return f"{shard}.{epoch}"
+
+
+def leg_incarnation(leg: Leg | None) -> str:
+    return "" if leg is None else incarnation(leg.shard, leg.epoch)
+
+
+def lease(granted: Grant) -> str:
+    """`kv|bytes|decode|prefill|<grant>`, as `scripts` describes it."""
+    head = (
+        granted.kv_tokens,
+        granted.record_bytes,
+        leg_incarnation(granted.decode),
+        leg_incarnation(granted.prefill),
+    )
+    return "|".join((*map(str, head), encode(granted)))
+
+
+def leased(text: str) -> Grant:
+    """The grant inside a lease."""
+    parts = text.split("|", 4)
+    if len(parts) != 5:
+        raise WireError("A lease in Redis cannot be read.")
+    return grant(parts[4])
+
+
+Counters = Mapping[str, int]
+"""`<shard>.<epoch>|<part>` -> amount."""
+
+
+def counters(flat: list[str]) -> dict[str, int]:
+    """Redis' flat field, value list as a mapping."""
+    return {name: int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def booked(shard: ShardView, reserved: Counters) -> ShardView:
+    """The view with what is reserved on this incarnation."""
+    name = incarnation(shard.shard, shard.epoch)
+    return dataclasses.replace(
+        shard,
+        reserved_kv_tokens=reserved.get(f"{name}|kv", 0),
+        reserved_slots=reserved.get(f"{name}|slots", 0),
+        outstanding_bytes=reserved.get(f"{name}|bytes", 0),
+        outstanding_records=reserved.get(f"{name}|records", 0),
+    )

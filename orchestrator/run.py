@@ -1,0 +1,139 @@
+"""One request on its way: what the client asked, where its answer goes, what is known so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from orchestrator.core import request
+from orchestrator.core.estimate import PromptSize
+from orchestrator.core.redress import Dialect
+from orchestrator.core.request import Event, State
+from orchestrator.core.sse import openai_event, tgi_event
+from orchestrator.core.ticket import Grant
+from orchestrator.core.validation import GenerateParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A client's request, parsed and typed, not yet validated."""
+
+    route: str
+    """For metrics and logs: generate, generate_stream, chat, chat_stream."""
+    path: str
+    """The shard's route."""
+    dialect: Dialect
+    stream: bool
+    raw: Mapping[str, Any]
+    """The body as the client sent it."""
+    parameters: GenerateParameters
+    size: PromptSize
+    splittable: bool
+    request_id: str
+    inputs: str | None = None
+    """The raw prompt; None for a chat."""
+    model: str | None = None
+    """The name by which a chat calls the model."""
+    debug: bool = False
+    array: bool = False
+    """`POST /` answers with a list of one."""
+
+
+class Out(Protocol):
+    """Where the answer goes.  Nothing is sent before `whole` or `start`."""
+
+    started: bool
+
+    async def whole(self, body: bytes, headers: Mapping[str, str]) -> None:
+        """A complete JSON answer with status 200."""
+
+    async def start(self, headers: Mapping[str, str]) -> None:
+        """The head of an event stream, status 200."""
+
+    async def send(self, piece: bytes) -> None:
+        """Whole events.  Waits while the client is slow."""
+
+    async def finish(self) -> None:
+        """The end of a stream."""
+
+
+@dataclass(slots=True)
+class Run:
+    """What is known of one request while it is served.  Times are seconds of `clock`."""
+
+    job: Job
+    out: Out
+    clock: Callable[[], float] = time.perf_counter
+    handle: str = ""
+    """Empty until a ticket is submitted."""
+    state: State = State.QUEUED
+    granted: Grant | None = None
+    max_new_tokens: int = 0
+    """Effective: the client's own or what fits, capped by the mode."""
+    cap: int | None = None
+    """Set when the mode allows less than the client may have."""
+    seed: int | None = None
+    """Minted, for a request that samples without one."""
+    model: str = ""
+    """The name that a chat's answer carries."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    import_result: str | None = None
+    """`hit` or the reason of a miss, when the decode shard said it."""
+    arrived_s: float = 0.0
+    first_sent_s: float | None = None
+    phases_s: dict[str, float] = field(default_factory=dict)
+    _phase: str = ""
+    _phase_since_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.arrived_s = self.clock()
+
+    @property
+    def grant(self) -> Grant:
+        assert self.granted is not None, "a leg needs a grant"
+        return self.granted
+
+    @property
+    def imported(self) -> bool | None:
+        return None if self.import_result is None else self.import_result == "hit"
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_sent_s is None else self.first_sent_s - self.arrived_s
+
+    def step(self, event: Event) -> None:
+        self.state = request.step(self.state, event)
+
+    def enter(self, phase: str) -> None:
+        """End the phase that runs and begin another; an empty name only ends."""
+        now_s = self.clock()
+        if self._phase:
+            took_s = now_s - self._phase_since_s
+            self.phases_s[self._phase] = self.phases_s.get(self._phase, 0.0) + took_s
+        self._phase, self._phase_since_s = phase, now_s
+
+    async def send_first(self, piece: bytes, headers: Mapping[str, str]) -> None:
+        """The head and the first token."""
+        await self.out.start(headers)
+        await self.out.send(piece)
+        self.first_sent_s = self.clock()
+
+    def headers(self) -> dict[str, str]:
+        """What every generation tells its client."""
+        return {
+            "x-request-id": self.job.request_id,
+            "x-orchestrator-route": str(self.grant.choice),
+            "x-orchestrator-reason": self.grant.reason,
+        }
+
+    def timing(self) -> str:
+        """The phases as `server-timing` writes them: milliseconds."""
+        return ", ".join(f"{name};dur={took_s * 1000:.3f}" for name, took_s in self.phases_s.items())
+
+
+def encoded(job: Job, payload: Mapping[str, Any]) -> bytes:
+    """One event, as the job's route writes it."""
+    return tgi_event(payload) if job.dialect is Dialect.TGI else openai_event(payload)

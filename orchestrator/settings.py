@@ -1,0 +1,183 @@
+"""What a deployment can be told: every key of its settings, with its default and its bounds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from tgi_patches.contract import ContractError, checked_part
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def _absolute(value: object) -> object:
+    return Path(value).expanduser().absolute() if isinstance(value, (str, Path)) else value
+
+
+AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
+Count = Annotated[int, Field(ge=0, le=64)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Tokens = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    id: str = Field(DEFAULT_MODEL, min_length=1)
+    """A hub id or a local folder."""
+    revision: str | None = None
+    token_file: AbsolutePath | None = None
+    """A file that holds a hub token; the token itself is never a setting."""
+    cache: AbsolutePath = Field(default=Path("~/.cache/tgi-orchestrator"), validate_default=True)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class RoleSection(Section):
+    count: Count = 0
+    cpus: list[list[Annotated[int, Field(ge=0)]]] = []
+    """CPU cores, one list per shard; empty lets the launcher choose."""
+    gpus: list[str] = []
+    tp: int = Field(1, ge=1, le=64)
+    image: str | None = None
+    args: list[str] = []
+    env: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _cpus_match_count(self) -> Self:
+        if self.cpus and len(self.cpus) != self.count:
+            raise ValueError(f"cpus names {len(self.cpus)} lists of cores for {self.count} shards")
+        return self
+
+
+class OneByDefault(RoleSection):
+    count: Count = 1
+
+
+class ShardsSection(Section):
+    prefill: OneByDefault = OneByDefault()
+    decode: OneByDefault = OneByDefault()
+    mixed: RoleSection = RoleSection()
+
+    @model_validator(mode="after")
+    def _at_least_one(self) -> Self:
+        if self.prefill.count + self.decode.count + self.mixed.count == 0:
+            raise ValueError("at least one shard is needed")
+        return self
+
+
+class GatewaySection(Section):
+    listen: str = "127.0.0.1:3000"
+    connect_timeout_s: Seconds = 2.0
+    wait_timeout_s: Seconds = 5.0
+    """How long the gateway waits for a KV record after the put leg."""
+    idle_timeout_s: Seconds = 60.0
+    """How long a shard may stay silent within an answer."""
+    keep_alive_s: Seconds = 15.0
+
+    @field_validator("listen")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65_535:
+            raise ValueError("must look like 127.0.0.1:3000")
+        return value
+
+    @property
+    def host(self) -> str:
+        """The address, without the brackets of IPv6."""
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """0 lets the system choose."""
+        return int(self.listen.rpartition(":")[2])
+
+
+class SloSection(Section):
+    ttft_ms: float | None = Field(None, gt=0)
+    tpot_ms: float | None = Field(None, gt=0)
+
+
+class RedisSection(Section):
+    url: str | None = None
+    """None starts an embedded server."""
+
+    @field_validator("url")
+    @classmethod
+    def _known_scheme(cls, value: str | None) -> str | None:
+        if value is not None and urlsplit(value).scheme not in ("redis", "rediss", "unix"):
+            raise ValueError("must begin with redis://, rediss:// or unix://")
+        return value
+
+
+class LimitsSection(Section):
+    max_input_tokens: Tokens = 4095
+    max_total_tokens: Tokens = 4096
+    max_batch_prefill_tokens: Tokens = 4096
+    max_concurrent_requests: Tokens = 128
+    """Requests that one shard holds, and one gateway."""
+    queue_size: int = Field(256, ge=0)
+    request_timeout_s: Seconds = 300.0
+    payload_bytes: int = Field(2_000_000, gt=0)
+
+    @model_validator(mode="after")
+    def _input_below_total(self) -> Self:
+        if self.max_input_tokens >= self.max_total_tokens:
+            raise ValueError(
+                f"max_input_tokens ({self.max_input_tokens}) must be below "
+                f"max_total_tokens ({self.max_total_tokens})"
+            )
+        return self
+
+
+class ArenaSection(Section):
+    dir: AbsolutePath | None = None
+    bytes: int = Field(0, ge=0)
+    """Ring size of a shard that exports; 0 chooses from the model and the free memory."""
+    record_ttl_s: Seconds = 60.0
+
+    def directory(self) -> Path:
+        """The tmpfs folder that all shards of this host map."""
+        return self.dir or Path(f"/dev/shm/tgi-orchestrator-{os.getuid()}")
+
+
+class Settings(Section):
+    version: Literal[1] = 1
+    deployment: str = "default"
+    model: ModelSection = ModelSection()
+    launcher: Literal["process"] = "process"
+    shards: ShardsSection = ShardsSection()
+    gateway: GatewaySection = GatewaySection()
+    slo: SloSection = SloSection()
+    redis: RedisSection = RedisSection()
+    limits: LimitsSection = LimitsSection()
+    arena: ArenaSection = ArenaSection()
+
+    @field_validator("deployment")
+    @classmethod
+    def _safe_name(cls, value: str) -> str:
+        try:
+            return checked_part(value, "deployment name")
+        except ContractError as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> Self:
+        """What no part of this version reads is refused rather than ignored."""
+        for role in ("prefill", "decode", "mixed"):
+            section: RoleSection = getattr(self.shards, role)
+            for key in ("gpus", "image", "args", "env"):
+                if getattr(section, key):
+                    raise ValueError(f"shards.{role}.{key} needs containers; the launcher 'process' has none")
+            if section.tp != 1:
+                raise ValueError(f"shards.{role}.tp needs GPUs; the launcher 'process' runs on the CPU")
+        for key in ("ttft_ms", "tpot_ms"):
+            if getattr(self.slo, key) is not None:
+                raise ValueError(f"slo.{key} is read by no policy of this version")
+        return self

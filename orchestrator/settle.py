@@ -1,0 +1,122 @@
+"""How a request ends: the last word to its client, one line in the log, one word to the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from orchestrator.core.redress import Dialect
+from orchestrator.core.request import Event
+from orchestrator.core.ticket import Completion, Outcome
+from orchestrator.errors import GatewayError, OrchestratorError
+from orchestrator.metrics import Metrics
+from orchestrator.queues.protocol import RequestQueue
+from orchestrator.run import Run, encoded
+
+log = structlog.get_logger()
+
+_LAST_WORD_S = 1.0
+_ENDINGS = {
+    Outcome.REFUSED: Event.REFUSED,
+    Outcome.CANCELLED: Event.CANCELLED,
+    Outcome.FAILED: Event.FAILED,
+}
+
+
+async def settle(
+    run: Run,
+    outcome: Outcome,
+    error: GatewayError | None,
+    queue: RequestQueue,
+    metrics: Metrics,
+    timeout_s: float,
+) -> None:
+    """The request is over: count it, log it, tell the queue.  Runs once per request."""
+    run.enter("")
+    if outcome in _ENDINGS and not run.state.terminal:
+        run.step(_ENDINGS[outcome])
+    total_s = run.clock() - run.arrived_s
+    metrics.ended(
+        run.job.route,
+        outcome,
+        error_type=error.error_type if error else None,
+        phases_s=run.phases_s,
+        total_s=total_s,
+        ttft_s=run.ttft_s,
+        prompt_tokens=run.prompt_tokens,
+        generated_tokens=run.generated_tokens,
+    )
+    _log_access(run, outcome, error, total_s)
+    if not run.handle:
+        return
+    try:
+        async with asyncio.timeout(timeout_s):
+            if run.granted is None:
+                await queue.cancel(run.handle)
+            else:
+                await queue.complete(_completion(run, outcome))
+    except (OrchestratorError, TimeoutError) as failure:
+        # Reservations are leases: they expire even if nobody hears of this.
+        log.error("settle_failed", handle=run.handle, outcome=outcome, error=str(failure))
+
+
+async def end_with_error(run: Run, error: GatewayError) -> None:
+    """The last event of a stream that cannot go on; a client that does not read is given up."""
+    if not run.job.stream:
+        return
+    payload: dict[str, Any] = dict(error.body())
+    if run.job.dialect is Dialect.CHAT:
+        # TGI's shape on this route, with the status that it would have had.
+        payload["error"] = {"message": str(error), "http_status_code": error.status}
+    try:
+        async with asyncio.timeout(_LAST_WORD_S):
+            await run.out.send(encoded(run.job, payload))
+            await run.out.finish()
+    except TimeoutError:
+        log.warning("client_does_not_read", request_id=run.job.request_id)
+
+
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, whatever cancellation arrives meanwhile; then be cancelled."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+def _completion(run: Run, outcome: Outcome) -> Completion:
+    return Completion(
+        handle=run.handle,
+        outcome=outcome,
+        phases_s=dict(run.phases_s),
+        prompt_tokens=run.prompt_tokens,
+        generated_tokens=run.generated_tokens,
+        imported=run.imported,
+    )
+
+
+def _log_access(run: Run, outcome: Outcome, error: GatewayError | None, total_s: float) -> None:
+    """One line per request; never a prompt, never an answer."""
+    log.info(
+        "request",
+        route=run.job.route,
+        request_id=run.job.request_id,
+        outcome=str(outcome),
+        status=200 if error is None or run.out.started else error.status,
+        choice=None if run.granted is None else str(run.granted.choice),
+        prompt_tokens=run.prompt_tokens,
+        generated_tokens=run.generated_tokens,
+        imported=run.import_result,
+        ttft_s=None if run.ttft_s is None else round(run.ttft_s, 4),
+        took_s=round(total_s, 4),
+        error=None if error is None else error.error_type,
+    )

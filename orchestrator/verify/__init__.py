@@ -1,0 +1,1 @@
+"""`verify`: the separated pair must answer exactly as one shard does."""

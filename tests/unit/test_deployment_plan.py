@@ -1,0 +1,96 @@
+"""Launch orders from settings, a model and a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import load_settings
+from orchestrator.deployment.plan import Plan, check_room, make_plan
+from orchestrator.embedded.weights import ResolvedModel
+from orchestrator.errors import ConfigError
+from tgi_patches.contract import Role
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "max_position_embeddings": 8192,
+}
+MODEL = ResolvedModel(Path("/m"), "tiny", "r1", "float32")
+CORES = (3, 5)
+
+
+def plan_of(positions: int = 8192, **flags: Any) -> Plan:
+    named = {key.replace("__", "."): value for key, value in flags.items()}
+    config = {**CONFIG, "max_position_embeddings": positions}
+    return make_plan(load_settings(None, named, {}), MODEL, config, "float32", CORES)
+
+
+def test_one_prefill_and_one_decode_shard_by_default_on_a_core_each() -> None:
+    specs = plan_of().specs
+    assert [(spec.shard, spec.role, spec.cpus) for spec in specs] == [
+        ("prefill-0", Role.PREFILL, (3,)),
+        ("decode-0", Role.DECODE, (5,)),
+    ]
+    assert {(spec.model, spec.model_name, spec.revision) for spec in specs} == {("/m", "tiny", "r1")}
+
+
+def test_cores_are_given_in_turn_and_shared_when_there_are_more_shards() -> None:
+    plan = plan_of(shards__prefill__count=2, shards__decode__count=2, shards__mixed__count=1)
+    names = [(spec.shard, spec.cpus) for spec in plan.specs]
+    assert names == [
+        ("prefill-0", (3,)),
+        ("prefill-1", (5,)),
+        ("decode-0", (3,)),
+        ("decode-1", (5,)),
+        ("mixed-0", (3,)),
+    ]
+
+
+def test_named_cores_are_used_and_must_be_ours() -> None:
+    plan = plan_of(shards__prefill__cpus=[[3, 5]])
+    assert [spec.cpus for spec in plan.specs] == [(3, 5), (3,)]
+    with pytest.raises(ConfigError, match=r"shards\.decode\.cpus names core 9"):
+        plan_of(shards__decode__cpus=[[9]])
+
+
+def test_only_prefill_shards_own_a_ring_and_it_takes_four_of_the_longest_prompt() -> None:
+    token_bytes = 2 * 2 * 2 * 16 * 4
+    rings = {spec.role: spec.arena_bytes for spec in plan_of().specs}
+    assert rings[Role.DECODE] == 0
+    assert 4 * 4095 * token_bytes <= rings[Role.PREFILL] <= 4 * 4095 * token_bytes * 1.02 + 2 * 2**20
+
+
+def test_a_ring_size_in_the_settings_is_taken_as_it_is() -> None:
+    plan = plan_of(arena__bytes=123_456, shards__prefill__count=2)
+    assert [spec.arena_bytes for spec in plan.specs] == [123_456, 123_456, 0]
+    assert plan.arena_bytes == 246_912
+
+
+def test_default_limits_shrink_to_the_model() -> None:
+    limits = {(spec.max_input_tokens, spec.max_total_tokens) for spec in plan_of(positions=512).specs}
+    assert limits == {(511, 512)}
+    assert (plan_of().max_input_tokens, plan_of().max_total_tokens) == (4095, 4096)
+
+
+def test_limits_that_the_user_wrote_do_not_shrink_silently() -> None:
+    with pytest.raises(ConfigError, match=r"max_total_tokens is 9000, but the model ends at 8192"):
+        plan_of(limits__max_total_tokens=9000)
+    with pytest.raises(ConfigError, match=r"max_input_tokens \(600\) must be below max_total_tokens \(512\)"):
+        plan_of(positions=512, limits__max_input_tokens=600)
+
+
+def test_prefill_budgets_hold_a_whole_prompt_and_decode_budgets_are_low() -> None:
+    budgets = {spec.role: spec.max_batch_prefill_tokens for spec in plan_of().specs}
+    assert budgets == {Role.PREFILL: 4096, Role.DECODE: 1024}
+
+
+def test_rings_that_do_not_fit_are_refused_with_both_sizes_and_a_way_out() -> None:
+    check_room(100 * 2**20, 100 * 2**20, Path("/dev/shm"))
+    with pytest.raises(ConfigError, match=r"need 700 MiB and /dev/shm has 64 MiB free: lower limits"):
+        check_room(700 * 2**20, 64 * 2**20, Path("/dev/shm"))

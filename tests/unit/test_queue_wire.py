@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.core.routing import Mode, Refuse
+from orchestrator.core.ticket import Choice, Completion, Grant, Leg, Outcome, ShardView, Ticket
+from orchestrator.queues import wire
+from orchestrator.queues.scripts import Keys
+from orchestrator.queues.table import Table, conservative, read_mode
+from tgi_patches.contract import Fingerprint, Limits, Role
+
+EPOCH = 1_764_435_392_123_456_789
+"""Not a multiple of 256: as a double it would be another number."""
+
+GRANT = Grant(
+    handle="ab" * 16,
+    choice=Choice.SEPARATED,
+    reason="pair",
+    decode=Leg("decode-0", EPOCH, "http://127.0.0.1:1"),
+    prefill=Leg("prefill-0", EPOCH + 1, "http://127.0.0.1:2"),
+    kv_tokens=160,
+    record_bytes=1000,
+    max_new_tokens=60,
+)
+VIEW = ShardView(
+    shard="decode-0",
+    role=Role.DECODE,
+    epoch=EPOCH,
+    url="http://127.0.0.1:1",
+    state="ready",
+    fingerprint=Fingerprint("m", "r", "t", "float32", "float32", 2, 1, 8),
+    limits=Limits(100, 200),
+    kv_tokens=1600,
+    slots=5,
+    ring_bytes=1000,
+    record_limit_bytes=250,
+    bytes_per_token=4,
+)
+
+
+def test_facts_survive_the_journey() -> None:
+    ticket = Ticket("ab" * 16, "g.1", 10, 20, 1.5, 2.5, splittable=False, priority=3, model="m|kv")
+    assert wire.ticket(wire.encode(ticket)) == ticket
+    completion = Completion("ab" * 16, Outcome.DONE, {"prefill": 0.25}, 10, 20, imported=True)
+    assert wire.completion(wire.encode(completion)) == completion
+    assert wire.grant(wire.encode(GRANT)) == GRANT
+    assert wire.answer(wire.encode(GRANT)) == GRANT
+    assert wire.view(wire.encode(VIEW), "ready") == VIEW
+    assert wire.mode(wire.encode(Mode(2, 64))) == Mode(2, 64)
+    refusal = wire.Refusal("ab" * 16, Refuse("too_large", "Too | large."))
+    assert wire.answer(wire.encode(refusal)) == refusal
+
+
+def test_a_lease_names_what_it_holds_before_the_grant() -> None:
+    text = wire.lease(GRANT)
+    assert text.startswith(f"160|1000|decode-0.{EPOCH}|prefill-0.{EPOCH + 1}|{{")
+    assert wire.leased(text) == GRANT
+
+
+def test_fields_of_a_newer_version_are_ignored_and_missing_ones_are_an_error() -> None:
+    text = wire.encode(GRANT).replace('"kv_tokens"', '"new":1,"kv_tokens"')
+    assert wire.grant(text) == GRANT
+    for broken in ("", "{", "[]", "null", "{}", wire.encode(GRANT).replace('"decode"', '"x"')):
+        with pytest.raises(wire.WireError, match="cannot be read"):
+            wire.grant(broken)
+
+
+def test_an_unreadable_mode_is_the_normal_mode() -> None:
+    assert read_mode("{broken") == Mode()
+    assert read_mode("") == Mode()
+
+
+def test_every_key_belongs_to_its_deployment() -> None:
+    keys = Keys("one")
+    names = [
+        *(keys.schema, keys.born, keys.leader, keys.fence, keys.mode, keys.tickets, keys.completions),
+        *(keys.shards, keys.reserved, keys.gateways, keys.shard("s"), keys.gateway("g")),
+        *(keys.queued("g"), keys.leases("g"), keys.grants("g")),
+    ]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("orch:{one}:") for name in names)
+
+
+def rows(leader: str, *views: ShardView) -> list[object]:
+    counters = [f"decode-0.{EPOCH}|kv", "160", f"decode-0.{EPOCH}|slots", "1", "decode-0.5|kv", "999"]
+    table: list[object] = [leader, "", 2, 7, counters]
+    for view in views:
+        table += [view.shard, view.state, wire.encode(view)]
+    return table
+
+
+def test_a_table_books_what_is_reserved_on_the_present_incarnation_only() -> None:
+    table = Table.parse(rows("c.1:1", VIEW))
+    assert (table.leader, table.gateways, table.waiting) == ("c.1:1", 2, 7)
+    (view,) = table.shards
+    assert (view.reserved_kv_tokens, view.reserved_slots, view.outstanding_bytes) == (160, 1, 0)
+
+
+def test_shards_that_lapsed_are_kept_while_nobody_leads_and_dropped_when_a_leader_removed_them() -> None:
+    last = Table.parse(rows("c.1:1", VIEW))
+    assert [view.shard for view in Table.parse(rows(""), last).shards] == ["decode-0"]
+    assert Table.parse(rows("c.1:1"), last).shards == ()
+
+
+def test_without_redis_two_gateways_share_half_of_everything_less_their_own_grants() -> None:
+    table = Table.parse(rows("c.1:1", VIEW))
+    (idle,) = conservative(table, [])
+    assert (idle.kv_tokens, idle.slots, idle.ring_bytes, idle.reserved_kv_tokens) == (400, 1, 250, 0)
+    assert idle.limits.max_concurrent_requests == 32
+    (busy,) = conservative(table, [GRANT])
+    assert (busy.reserved_kv_tokens, busy.reserved_slots) == (160, 1)
