@@ -39,6 +39,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(help="Measure ratios on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
 
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
 Deployment = Annotated[str | None, typer.Option("--deployment", "-d", help="Name of the deployment.")]
@@ -185,6 +187,53 @@ def verify(
         concurrency=concurrency,
     )
     run_verify(loaded, wanted, as_json=as_json)
+
+
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")]
+
+
+@bench_app.command("shard")
+def bench_shard(
+    config: Config = None, model: Model = None, dtype: Dtype = None, rounds: Rounds = 9, as_json: Json = False
+) -> None:
+    """The embedded shard's engine against a bare transformers loop."""
+    from orchestrator.commands import bench
+    from orchestrator.commands.common import settings_of
+
+    loaded = settings_of(config, {"model.id": model, "model.dtype": dtype})
+    bench.bench_shard(loaded, rounds=rounds, as_json=as_json)
+
+
+@bench_app.command("bridge")
+def bench_bridge(
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Record size in MiB; may be repeated.")
+    ] = None,
+    rounds: Rounds = 9,
+    as_json: Json = False,
+) -> None:
+    """A KV record through the arena against memcpy and a safetensors file."""
+    from orchestrator.commands import bench
+
+    bench.bench_bridge(sizes_mib=size or (16, 128), rounds=rounds, as_json=as_json)
+
+
+@bench_app.command("interference")
+def bench_interference(
+    config: Config = None,
+    model: Model = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "int8",
+    long: Annotated[bool, typer.Option("--long/--quick", help="Eight minutes, or at most 90 s.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for interference.json and .png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What mixing prefill into decode costs on this machine, and what separation buys."""
+    from orchestrator.commands import bench
+    from orchestrator.commands.common import settings_of
+
+    bench.bench_interference(
+        settings_of(config, {"model.id": model}), long=long, dtype=dtype, out=out, as_json=as_json
+    )
 
 
 @app.command()

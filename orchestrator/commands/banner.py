@@ -41,6 +41,7 @@ def banner(state: State, *, detached: bool) -> str:
     last = state.specs[-1].shard
     tries = [
         (f"{program} status{name}", "shards, and what is promised on them"),
+        (f"{program} bench interference --quick", "what mixing the phases costs on this machine"),
         (f"{program} verify{name}", "proves that the pair answers exactly as one shard does"),
         (f"{program} logs {last} -f{name}", "what a shard writes"),
         (f"{program} down{name}" if detached else "Ctrl-C", "stops everything"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,10 @@ from orchestrator.embedded.weights import pick_dtype, resolve_model
 
 QUICK = Plan(model=Path(), dtype="")
 LONG = replace(QUICK, seconds=45.0)
+_CAPTION = (
+    "ms.  TPOT: between two tokens of a running stream.  TTFT: of an arriving prompt; 2nd: from its "
+    "first to its second token.  tok/s: of the streams.  n: prompts.  [95 % interval]"
+)
 
 
 def bench_shard(loaded: Loaded, *, rounds: int, as_json: bool) -> None:
@@ -60,7 +65,6 @@ def bench_interference(loaded: Loaded, *, long: bool, dtype: str, out: Path | No
         typer.echo(json.dumps(report))
         return
     Console().print(_table(results, _title(plan)))
-    typer.echo("TPOT: time between two tokens of a running stream.  Brackets: 95 % intervals.")
     if out is not None:
         typer.echo(f"Wrote {out / 'interference.json'} and {out / 'interference.png'}")
 
@@ -98,19 +102,19 @@ def _title(plan: Plan) -> str:
 
 
 def _table(results: Sequence[Result], title: str) -> Table:
-    table = Table(title=title)
-    for name in ("way", "prefill", "TPOT p50", "TPOT p99 ms", "TTFT p50", "TTFT p99", "2nd token p50"):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("prompts", justify="right")
+    """Fits 80 columns; one section per prefill share."""
+    table = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("prefill", no_wrap=True)
+    table.add_column("way", no_wrap=True)
+    for name in ("TPOT p50", "p99 [95 %]", "TTFT p50", "p99", "2nd p50", "tok/s", "n"):
+        table.add_column(name, justify="right", no_wrap=True)
     last = None
     for result in results:
         if last is not None and result.prefill_share != last:
             table.add_section()
-        last = result.prefill_share
         table.add_row(
+            "" if result.prefill_share == last else f"{result.prefill_share:.0%}",
             result.way,
-            f"{result.prefill_share:.0%}",
             _text(result.tpot_p50),
             _text(result.tpot_p99, interval=True),
             _text(result.ttft_p50),
@@ -119,6 +123,7 @@ def _table(results: Sequence[Result], title: str) -> Table:
             f"{result.stream_tokens_per_s:.0f}",
             str(result.prompts),
         )
+        last = result.prefill_share
     return table
 
 
@@ -126,7 +131,7 @@ def _text(value: Estimate, *, interval: bool = False) -> str:
     if value.value_ms is None:
         return "-"
     text = f"{value.value_ms:.0f}"
-    return f"{text} [{value.low_ms:.0f}, {value.high_ms:.0f}]" if interval else text
+    return f"{text} [{value.low_ms:.0f}-{value.high_ms:.0f}]" if interval else text
 
 
 def _show(rows: list[dict[str, object]], title: str, as_json: bool) -> None:

@@ -103,8 +103,8 @@ class FakeQueue:
         self._decide()
 
     def _decide(self) -> None:
-        tickets = [request.ticket for request in self._requests.due(0.0, self._queue_size)]
-        for ticket, decision in first_come(tickets, self._shards, mode=self.mode):
+        due = self._requests.due(0.0, self._queue_size)
+        for ticket, decision in first_come(due, self._shards, mode=self.mode):
             if isinstance(decision, Grant):
                 self._shards = reserve(self._shards, decision)
                 self.granted.append(decision)

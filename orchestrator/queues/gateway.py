@@ -256,12 +256,19 @@ class GatewayQueue:
             except TimeoutError:
                 pass
             self._wake.clear()
-            alone = self._lost is not None or not self._table.leader
-            due = self._requests.due(0.0 if alone else self._timings.own_decision_s, BATCH)
-            if due and self._lost is not None:
-                self._decide_locally(due)
-            elif due:
+            if self._due() and self._lost is None:
+                await self.refresh()
+            # Only now: while the table was read, requests ended and Redis may have gone.
+            due = self._due()
+            if due and self._lost is None:
                 await self._decide_together(due)
+            elif due:
+                self._decide_locally(due)
+
+    def _due(self) -> list[Ticket]:
+        """What this gateway decides itself now, oldest first."""
+        alone = self._lost is not None or not self._table.leader
+        return self._requests.due(0.0 if alone else self._timings.own_decision_s, BATCH)
 
     def _pause_s(self) -> float | None:
         """Until the oldest request has waited long enough, then once per period; None while none waits."""
@@ -271,12 +278,11 @@ class GatewayQueue:
         left_s = self._timings.own_decision_s - age_s
         return left_s if left_s > 0 else self._timings.own_decision_s
 
-    async def _decide_together(self, due: Sequence[OpenRequest]) -> None:
-        """The conductor's decision and its script, on a fresh table; in order, up to the first that waits."""
-        await self.refresh()
+    async def _decide_together(self, due: Sequence[Ticket]) -> None:
+        """The conductor's decision and its script; in order, up to the first that waits."""
         shards = self._table.shards
         sent: list[tuple[Ticket, asyncio.Future[Any]]] = []
-        for ticket, decision in first_come([request.ticket for request in due], shards, mode=self.mode):
+        for ticket, decision in first_come(due, shards, mode=self.mode):
             if isinstance(decision, Refuse):
                 self._refuse(ticket, decision)
             else:
@@ -287,11 +293,10 @@ class GatewayQueue:
             if result in ("granted", "duplicate"):
                 self._requests.settle(ticket, wire.leased(lease))
 
-    def _decide_locally(self, due: Sequence[OpenRequest]) -> None:
+    def _decide_locally(self, due: Sequence[Ticket]) -> None:
         """Without Redis: this gateway's share of half of what was there, less what it holds itself."""
         shards = conservative(self._table, self._requests.grants())
-        tickets = [request.ticket for request in due]
-        for ticket, decision in first_come(tickets, shards, mode=self.mode):
+        for ticket, decision in first_come(due, shards, mode=self.mode):
             if isinstance(decision, Grant):
                 self._requests.settle(ticket, decision)
             elif isinstance(never := decide(ticket, self._table.shards, mode=self.mode), Refuse):

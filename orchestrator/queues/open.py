@@ -88,10 +88,10 @@ class OpenRequests:
         oldest = next(iter(self._undecided.values()), None)
         return None if oldest is None else oldest.age_s()
 
-    def due(self, age_s: float, most: int) -> list[OpenRequest]:
-        """Announced requests that have waited `age_s` without a grant, oldest first."""
+    def due(self, age_s: float, most: int) -> list[Ticket]:
+        """Tickets of announced requests that have waited `age_s` without a grant, oldest first."""
         old = itertools.takewhile(lambda request: request.age_s() >= age_s, self._undecided.values())
-        return list(itertools.islice((request for request in old if request.announced), most))
+        return list(itertools.islice((request.ticket for request in old if request.announced), most))
 
 
 def no_shard() -> Unavailable:

@@ -73,9 +73,8 @@ async def generate(client: httpx.AsyncClient, **parameters: Any) -> httpx.Respon
 
 async def test_stream_and_whole_answer_agree(prefill: httpx.AsyncClient) -> None:
     whole = (await generate(prefill)).json()
-    response = await prefill.post(
-        "/generate_stream", json={"inputs": PROMPT, "parameters": {"max_new_tokens": 8}}
-    )
+    asked = {"inputs": PROMPT, "parameters": {"max_new_tokens": 8, "details": True}}
+    response = await prefill.post("/generate_stream", json=asked)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["x-accel-buffering"] == "no"
     streamed = events(response.text)
@@ -89,6 +88,8 @@ async def test_stream_and_whole_answer_agree(prefill: httpx.AsyncClient) -> None
         "input_length": len((await prefill.post("/tokenize", json={"inputs": PROMPT})).json()),
     }
     assert [event["generated_text"] for event in streamed[:-1]] == [None] * 7
+    plain = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}}
+    assert events((await prefill.post("/generate_stream", json=plain)).text)[-1]["details"] is None
     assert "[DONE]" not in response.text
 
 

@@ -102,7 +102,11 @@ def test_the_last_free_tokens_and_slot_are_used() -> None:
 
 @pytest.mark.parametrize(
     "full",
-    [{"outstanding_bytes": 20_000 - 999}, {"outstanding_records": 8}, {"outstanding_records": 4, "reserved_slots": 4}],
+    [
+        {"outstanding_bytes": 20_000 - 999},
+        {"outstanding_records": 8},
+        {"outstanding_records": 4, "reserved_slots": 4},
+    ],
 )
 def test_records_stay_under_half_the_ring_and_requests_under_the_limit(full: dict[str, int]) -> None:
     assert decide(ticket(100, 60), [replace(P0, **full), D0]) == Wait("prefill_full")
@@ -332,7 +336,9 @@ def test_a_grant_keeps_the_rules_of_its_kind(asked: Ticket, shards: list[ShardVi
 
 
 @given(TICKETS, TABLES, st.data())
-def test_more_room_never_takes_a_grant_away(asked: Ticket, shards: list[ShardView], data: st.DataObject) -> None:
+def test_more_room_never_takes_a_grant_away(
+    asked: Ticket, shards: list[ShardView], data: st.DataObject
+) -> None:
     if not isinstance(decide(asked, shards), Grant):
         return
     roomier = [

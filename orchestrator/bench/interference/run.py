@@ -25,7 +25,7 @@ _SETTLE_S = 1.5
 CHUNK_TOKENS = 64
 """Prefill tokens of a step with chunks; small, so that this rival's decodes wait as little as they can."""
 
-WAYS = ("colocated, prefill first", "colocated, chunked", "separated")
+WAYS = ("colocated, prefill first", "colocated, in chunks", "separated")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ async def _warm_up(server: ShardServer, spec: ShardSpec) -> None:
 
 
 def _listen(spec: ShardSpec) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # the protocol is named because asyncio sets TCP_NODELAY only where it is
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((spec.host, spec.port))

@@ -49,7 +49,7 @@ def stream_event(prepared: Prepared, index: int, step: Generation, *, prefix: st
         token=token(step.token),
         top_tokens=tokens(step.top_tokens),
         generated_text=None if ending is None else prefix + ending.text,
-        details=None if ending is None else _stream_details(prepared, ending),
+        details=_stream_details(prepared, ending) if ending is not None and prepared.details else None,
     )
 
 

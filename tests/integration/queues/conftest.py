@@ -44,7 +44,7 @@ BINARY = os.environ.get("ORCHESTRATOR_TEST_REDIS_SERVER")
 
 
 class Shards:
-    """Builds shards, tickets and statuses: 1600 KV tokens, 4 slots, a ring of 40,000 bytes, 10 bytes a token."""
+    """Shards of 1600 KV tokens, 4 slots, a ring of 40,000 bytes and 10 bytes a token; and tickets."""
 
     def status(self, shard: str, role: Role, epoch: int = 1, **changes: Any) -> StatusReply:
         base = StatusReply(

@@ -188,7 +188,9 @@ async def test_a_withdrawn_ticket_is_never_granted(world: World, slow: Any, unti
     assert [c.outcome for c in (await conductor.read(block=True)).completions] == [Outcome.CANCELLED]
 
 
-async def test_cancelling_after_a_commit_frees_what_it_reserved(world: World, slow: Any, until: Until) -> None:
+async def test_cancelling_after_a_commit_frees_what_it_reserved(
+    world: World, slow: Any, until: Until
+) -> None:
     conductor = await world.leader()
     queue = await world.gateway(timings=slow)
     ticket, task = await submitted(world, queue, until)
@@ -247,7 +249,9 @@ async def test_a_conductors_refusal_reaches_the_waiter(world: World, slow: Any, 
     await until(world.clean)
 
 
-async def test_a_ticket_that_cannot_be_read_is_removed(world: World, serve: Serve, slow: Any, until: Until) -> None:
+async def test_a_ticket_that_cannot_be_read_is_removed(
+    world: World, serve: Serve, slow: Any, until: Until
+) -> None:
     conductor = await world.leader()
     queue = await world.gateway(timings=slow)
     await world.redis.xadd(world.keys.tickets, {"b": "{not json"})
@@ -265,7 +269,9 @@ async def test_another_schema_is_refused_with_a_sentence(world: World) -> None:
         await world.conductor()
 
 
-async def test_a_request_costs_a_fixed_number_of_calls(world: World, serve: Serve, slow: Any, until: Until) -> None:
+async def test_a_request_costs_a_fixed_number_of_calls(
+    world: World, serve: Serve, slow: Any, until: Until
+) -> None:
     conductor = await world.leader()
     queue = await world.gateway(timings=slow)
 

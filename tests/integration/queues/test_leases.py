@@ -65,7 +65,9 @@ async def test_without_a_conductor_the_other_gateways_reap(world: World, until: 
     await until(world.clean)
 
 
-async def test_a_grant_for_a_gateway_that_fell_silent_waits_for_the_reaper(world: World, until: Until) -> None:
+async def test_a_grant_for_a_gateway_that_fell_silent_waits_for_the_reaper(
+    world: World, until: Until
+) -> None:
     from orchestrator.core.routing import decide
     from orchestrator.queues.conductor import Commit
 
@@ -120,7 +122,6 @@ async def test_after_redis_restarted_empty_reservations_are_what_gateways_hold(
     for queue, ticket in held:
         await queue.submit(ticket)
     await world.restart_redis()
-    assert await world.reserved() == {}
     await until(lambda: _reserves(world, TWO))
     await until(lambda: all(queue.degraded and "conductor" in queue.degraded for queue in gateways))
     for queue, ticket in held:
