@@ -218,6 +218,24 @@ def bench_bridge(
     bench.bench_bridge(sizes_mib=size or (16, 128), rounds=rounds, as_json=as_json)
 
 
+@bench_app.command("relay")
+def bench_relay(
+    config: Config = None,
+    deployment: Deployment = None,
+    rounds: Rounds = 9,
+    requests: Annotated[
+        int, typer.Option(min=0, help="Watch memory over so many requests; 0 leaves it out.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """What the separated path adds to the time to first token of the running deployment."""
+    from orchestrator.commands import bench
+    from orchestrator.commands.common import deployment_name, running_state
+
+    state = running_state(deployment_name(config, deployment))
+    bench.bench_relay(state, rounds=rounds, requests=requests, as_json=as_json)
+
+
 @bench_app.command("interference")
 def bench_interference(
     config: Config = None,

@@ -23,13 +23,14 @@ from orchestrator.bench.interference.plot import plot
 from orchestrator.bench.interference.stats import Estimate
 from orchestrator.config import Loaded
 from orchestrator.deployment.progress import for_terminal
+from orchestrator.deployment.state import State
 from orchestrator.embedded.weights import pick_dtype, resolve_model
 
 QUICK = Plan(model=Path(), dtype="")
 LONG = replace(QUICK, seconds=45.0)
 _CAPTION = (
-    "ms.  TPOT: between two tokens of a running stream.  TTFT: of an arriving prompt; 2nd: from its "
-    "first to its second token.  tok/s: of the streams.  n: prompts.  [95 % interval]"
+    "Milliseconds, p50 and p99.  TPOT: between two tokens of a running stream.  TTFT: of an arriving "
+    "prompt, 2nd: from its first to its second token.  tok/s: of the streams.  n: prompts seen."
 )
 
 
@@ -48,6 +49,26 @@ def bench_bridge(*, sizes_mib: Sequence[int], rounds: int, as_json: bool) -> Non
 
     rows = measure([size << 20 for size in sizes_mib], rounds)
     _show(rows, "arena against memcpy (1.0) and a safetensors file per record", as_json)
+
+
+def bench_relay(state: State, *, rounds: int, requests: int, as_json: bool) -> None:
+    """Time to first token against the prefill shard alone, and memory over `requests` requests."""
+    import psutil
+
+    from orchestrator.bench import relay
+
+    rows = [relay.time_to_first_token(state.url, rounds)]
+    memory: list[dict[str, Any]] = []
+    if requests:
+        children = psutil.Process(state.pid).children()
+        pids = {child.name() + f" {child.pid}": child.pid for child in children}
+        memory = relay.memory(state.url, pids, first=max(1, requests // 5), last=requests)
+    if as_json:
+        typer.echo(json.dumps({"time_to_first_token": rows[0], "memory": memory}))
+        return
+    _show(rows, "time to first token, separated against the prefill shard alone", as_json=False)
+    if memory:
+        _show(memory, f"memory after {max(1, requests // 5)} and {requests} requests", as_json=False)
 
 
 def bench_interference(loaded: Loaded, *, long: bool, dtype: str, out: Path | None, as_json: bool) -> None:
@@ -103,10 +124,10 @@ def _title(plan: Plan) -> str:
 
 def _table(results: Sequence[Result], title: str) -> Table:
     """Fits 80 columns; one section per prefill share."""
-    table = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, caption=_CAPTION, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("prefill", no_wrap=True)
     table.add_column("way", no_wrap=True)
-    for name in ("TPOT p50", "p99 [95 %]", "TTFT p50", "p99", "2nd p50", "tok/s", "n"):
+    for name in ("TPOT", "p99 [95 %]", "TTFT", "p99", "2nd", "tok/s", "n"):
         table.add_column(name, justify="right", no_wrap=True)
     last = None
     for result in results:

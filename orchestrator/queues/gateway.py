@@ -66,6 +66,7 @@ class GatewayQueue:
         self._wake = asyncio.Event()
         self._read_to = "0-0"
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -107,6 +108,7 @@ class GatewayQueue:
 
     async def aclose(self) -> None:
         """Free everything this gateway holds, then stop; quick even when Redis hangs."""
+        self._closing = True
         self._requests.drop_all(closed)
         if self._task is not None:
             if self._lost is None:
@@ -133,7 +135,7 @@ class GatewayQueue:
     # --- a request ------------------------------------------------------------------------------
 
     async def submit(self, ticket: Ticket) -> Grant:
-        if self._task is None or self._task.done():
+        if self._closing or self._task is None or self._task.done():
             raise closed()
         if not self._table.shards:
             raise no_shard()

@@ -114,10 +114,8 @@ class ScriptRunner:
             for i, reply in zip(unknown, again, strict=True):
                 replies[i] = reply
         return [
-            Unreachable(f"Redis refused {call.script.name}: {reply}")
-            if isinstance(reply, Exception)
-            else reply
-            for call, reply in zip(calls, replies, strict=True)
+            Unreachable(f"Redis refused a script: {reply}") if isinstance(reply, Exception) else reply
+            for reply in replies
         ]
 
     async def one(self, call: Call) -> Any:

@@ -8,7 +8,7 @@ Epochs stay strings in Lua: its numbers are doubles and would round them.  Redis
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SCHEMA_VERSION = "1"
 GROUP = "conductors"
@@ -49,6 +49,7 @@ class Keys:
 
     @property
     def mode(self) -> str:
+        """JSON."""
         return self.prefix + "mode"
 
     @property
@@ -100,12 +101,12 @@ class Keys:
 class Script:
     """A Lua script, called by its digest."""
 
-    name: str
     text: str
+    sha: str = field(init=False)
 
-    @property
-    def sha(self) -> str:
-        return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+    def __post_init__(self) -> None:
+        digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+        object.__setattr__(self, "sha", digest)
 
 
 _SHARED = """
@@ -115,8 +116,7 @@ end
 -- A counter that is absent went with its incarnation: nothing to give back.
 local function sub(reserved, incarnation, part, amount)
   local field = incarnation .. '|' .. part
-  if redis.call('HEXISTS', reserved, field) == 1
-    and redis.call('HINCRBY', reserved, field, -amount) <= 0 then
+  if redis.call('HINCRBY', reserved, field, -amount) <= 0 then
     redis.call('HDEL', reserved, field)
   end
 end
@@ -153,28 +153,39 @@ local function age_ms(born)
   redis.call('SET', born, string.format('%d', now_ms()), 'NX')
   return now_ms() - redis.call('GET', born)
 end
-local function tell(completions, handle)
-  redis.call('XADD', completions, 'MAXLEN', '~', 10000, '*', 'b',
-    cjson.encode({handle = handle, outcome = 'cancelled'}))
+-- End what Redis holds for a gateway and `open` does not name; how many requests.
+local function sweep(leases, queued, reserved, tickets, completions, group, open)
+  local ended = 0
+  for _, key in ipairs({leases, queued}) do
+    for _, handle in ipairs(redis.call('HKEYS', key)) do
+      if not open[handle] then
+        free(leases, reserved, handle)
+        withdraw(tickets, queued, handle, group)
+        redis.call('XADD', completions, 'MAXLEN', '~', 10000, '*', 'b',
+          cjson.encode({handle = handle, outcome = 'cancelled'}))
+        ended = ended + 1
+      end
+    end
+  end
+  return ended
 end
 """
 
-SUBMIT = Script(
-    "submit",
-    """
+
+def _with_shared(text: str) -> Script:
+    return Script(_SHARED + text)
+
+
+SUBMIT = Script("""
 -- KEYS tickets queued  ARGV handle ticket queue_size  -> queued | full
 -- Idempotent by handle, so that it may be repeated after a lost answer.
 if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then return 'queued' end
 if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[3]) then return 'full' end
 redis.call('HSET', KEYS[2], ARGV[1], redis.call('XADD', KEYS[1], '*', 'b', ARGV[2]))
 return 'queued'
-""",
-)
+""")
 
-COMMIT = Script(
-    "commit",
-    _SHARED
-    + """
+COMMIT = _with_shared("""
 -- KEYS leader born tickets gateway queued leases grants reserved decode-shard prefill-shard
 -- ARGV leader ('' for a gateway's own decision) handle lease grant group settle_ms
 --      decode-incarnation prefill-incarnation ('' for mixed)
@@ -227,25 +238,17 @@ redis.call('HSET', KEYS[6], handle, lease)
 withdraw(KEYS[3], KEYS[5], handle, ARGV[5])
 if not own then redis.call('XADD', KEYS[7], 'MAXLEN', '~', 10000, '*', 'b', ARGV[4]) end
 return {'granted', lease}
-""",
-)
+""")
 
-REFUSE = Script(
-    "refuse",
-    _SHARED
-    + """
+REFUSE = _with_shared("""
 -- KEYS leader tickets queued grants  ARGV leader handle refusal group  -> refused | gone | fenced
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'fenced' end
 if not withdraw(KEYS[2], KEYS[3], ARGV[2], ARGV[4]) then return 'gone' end
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', 10000, '*', 'b', ARGV[3])
 return 'refused'
-""",
-)
+""")
 
-COMPLETE = Script(
-    "complete",
-    _SHARED
-    + """
+COMPLETE = _with_shared("""
 -- KEYS tickets queued leases reserved completions  ARGV handle completion group  -> 1 | 0
 -- Ends a request wherever it stands, once: a ticket is withdrawn, a lease is freed.
 local queued = withdraw(KEYS[1], KEYS[2], ARGV[1], ARGV[3])
@@ -253,13 +256,9 @@ local held = free(KEYS[3], KEYS[4], ARGV[1])
 if not queued and not held then return 0 end
 redis.call('XADD', KEYS[5], 'MAXLEN', '~', 10000, '*', 'b', ARGV[2])
 return 1
-""",
-)
+""")
 
-HEARTBEAT = Script(
-    "heartbeat",
-    _SHARED
-    + """
+HEARTBEAT = _with_shared("""
 -- KEYS gateway gateways queued leases reserved tickets completions
 -- ARGV gateway ttl_ms group granted-count granted... queued...  -> handles that Redis does not know
 -- What the gateway has open is the truth: whatever else Redis holds for it is freed.
@@ -272,20 +271,11 @@ for i = 5, #ARGV do
     or (i > 4 + ARGV[4] and redis.call('HEXISTS', KEYS[3], ARGV[i]) == 1)
   if not known then missing[#missing + 1] = ARGV[i] end
 end
-for _, handle in ipairs(redis.call('HKEYS', KEYS[4])) do
-  if not open[handle] and free(KEYS[4], KEYS[5], handle) then tell(KEYS[7], handle) end
-end
-for _, handle in ipairs(redis.call('HKEYS', KEYS[3])) do
-  if not open[handle] and withdraw(KEYS[6], KEYS[3], handle, ARGV[3]) then tell(KEYS[7], handle) end
-end
+sweep(KEYS[4], KEYS[3], KEYS[5], KEYS[6], KEYS[7], ARGV[3], open)
 return missing
-""",
-)
+""")
 
-RESTORE = Script(
-    "restore",
-    _SHARED
-    + """
+RESTORE = _with_shared("""
 -- KEYS leases reserved queued tickets  ARGV handle lease group
 -- The gateway already serves this request: its lease stands, whatever the room.
 if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then return 0 end
@@ -294,12 +284,9 @@ withdraw(KEYS[4], KEYS[3], ARGV[1], ARGV[3])
 book(add, KEYS[2], ARGV[2])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 1
-""",
-)
+""")
 
-TABLE = Script(
-    "table",
-    """
+TABLE = Script("""
 -- KEYS leader mode gateways tickets reserved shards  ARGV shard-key-prefix
 -- -> {leader, mode, gateways, tickets, reserved (flat), name, state, view, name, state, view ...}
 local out = {redis.call('GET', KEYS[1]) or '', redis.call('GET', KEYS[2]) or '', redis.call('SCARD', KEYS[3]),
@@ -313,12 +300,9 @@ for _, name in ipairs(redis.call('SMEMBERS', KEYS[6])) do
   end
 end
 return out
-""",
-)
+""")
 
-LEAD = Script(
-    "lead",
-    """
+LEAD = Script("""
 -- KEYS leader fence  ARGV conductor ttl_ms  -> leader value, '' when another one leads
 local leader = redis.call('GET', KEYS[1])
 if not leader then
@@ -329,21 +313,15 @@ end
 if string.sub(leader, 1, #ARGV[1] + 1) ~= ARGV[1] .. ':' then return '' end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return leader
-""",
-)
+""")
 
-RESIGN = Script(
-    "resign",
-    """
+RESIGN = Script("""
 -- KEYS leader  ARGV leader
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
-""",
-)
+""")
 
-PUBLISH = Script(
-    "publish",
-    """
+PUBLISH = Script("""
 -- KEYS leader shards  ARGV leader ttl_ms shard-key-prefix, then name state incarnation view per shard
 -- -> published | fenced.  What is not named is removed; view '' leaves a shard without one.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'fenced' end
@@ -363,45 +341,27 @@ for _, name in ipairs(redis.call('SMEMBERS', KEYS[2])) do
   end
 end
 return 'published'
-""",
-)
+""")
 
-REAP = Script(
-    "reap",
-    _SHARED
-    + """
+REAP = _with_shared("""
 -- KEYS gateways reserved tickets completions  ARGV key-prefix group  -> requests that were ended
 local ended = 0
 for _, gateway in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   if redis.call('EXISTS', ARGV[1] .. 'gateway:' .. gateway) == 0 then
     local leases, queued = ARGV[1] .. 'leases:' .. gateway, ARGV[1] .. 'queued:' .. gateway
-    for _, handle in ipairs(redis.call('HKEYS', leases)) do
-      free(leases, KEYS[2], handle)
-      tell(KEYS[4], handle)
-      ended = ended + 1
-    end
-    for _, handle in ipairs(redis.call('HKEYS', queued)) do
-      withdraw(KEYS[3], queued, handle, ARGV[2])
-      tell(KEYS[4], handle)
-      ended = ended + 1
-    end
+    ended = ended + sweep(leases, queued, KEYS[2], KEYS[3], KEYS[4], ARGV[2], {})
     redis.call('DEL', ARGV[1] .. 'grants:' .. gateway)
     redis.call('SREM', KEYS[1], gateway)
   end
 end
 return ended
-""",
-)
+""")
 
-ENTER = Script(
-    "enter",
-    _SHARED
-    + """
+ENTER = _with_shared("""
 -- KEYS schema born  ARGV version  -> version found.  First call of every process, and after a restart.
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 age_ms(KEYS[2])
 return redis.call('GET', KEYS[1])
-""",
-)
+""")
 
 ALL = (SUBMIT, COMMIT, REFUSE, COMPLETE, HEARTBEAT, RESTORE, TABLE, LEAD, RESIGN, PUBLISH, REAP, ENTER)

@@ -94,7 +94,7 @@ class SlowRunner:
 
 
 def call(name: str) -> Call:
-    return Call(Script("s", ""), (), (name,))
+    return Call(Script(""), (), (name,))
 
 
 async def test_calls_made_while_a_batch_travels_are_the_next_batch_in_order() -> None:

@@ -25,7 +25,8 @@ _SETTLE_S = 1.5
 CHUNK_TOKENS = 64
 """Prefill tokens of a step with chunks; small, so that this rival's decodes wait as little as they can."""
 
-WAYS = ("colocated, prefill first", "colocated, in chunks", "separated")
+WAYS = ("prefill first", "in chunks", "separated")
+"""Colocated with a prefill that stops decodes, colocated with chunked prefill, and apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,11 +195,14 @@ async def test_a_gateway_that_closes_gives_everything_back_and_tells_who_waits(
     await world.leader(*world.shards.pair(slots=1))
     queue = await world.gateway()
     await queue.submit(world.shards.ticket(queue))
-    waiter = asyncio.create_task(queue.submit(world.shards.ticket(queue)))
-    await until(lambda: queue.waiting)
+    ticket = world.shards.ticket(queue)
+    waiter = asyncio.create_task(queue.submit(ticket))
+    await until(lambda: world.redis.hexists(world.keys.queued(queue.gateway), ticket.handle))
+    too_late = asyncio.create_task(queue.submit(world.shards.ticket(queue)))  # starts while it closes
     await queue.aclose()
-    with pytest.raises(Unavailable, match="shutting down"):
-        await waiter
+    for task in (waiter, too_late):
+        with pytest.raises(Unavailable, match="shutting down"):
+            await task
     assert await world.held() == 0
     with pytest.raises(Unavailable, match="shutting down"):
         await queue.submit(world.shards.ticket(queue))
