@@ -47,7 +47,7 @@ Deployment = Annotated[str | None, typer.Option("--deployment", "-d", help="Name
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Url = Annotated[str | None, typer.Option("--url", help="A gateway; the default is the running deployment's.")]
 Model = Annotated[str | None, typer.Option("--model", help="Hub id or local folder of a decoder model.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or int8.")]
 RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL; the default is an own server.")]
 
 

@@ -35,7 +35,7 @@ class ModelSection(Section):
     token_file: AbsolutePath | None = None
     """A file that holds a hub token; the token itself is never a setting."""
     cache: AbsolutePath = Field(default=Path("~/.cache/tgi-orchestrator"), validate_default=True)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
 
 
 class RoleSection(Section):

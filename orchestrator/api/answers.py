@@ -190,6 +190,30 @@ class ChatChunk(Outgoing):
     usage: Usage | None = None
 
 
+class CompletionChoice(Outgoing):
+    """One prompt's answer on `/v1/completions`, or a piece of it with an empty `finish_reason`."""
+
+    index: int = 0
+    text: str
+    logprobs: None = None
+    finish_reason: str
+
+
+class CompletionChunk(Outgoing):
+    object: Literal["text_completion"] = "text_completion"
+    id: str = ""
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+
+
+class Completion(CompletionChunk):
+    """A whole answer, and the last event of each prompt of a stream."""
+
+    usage: Usage
+
+
 class SimpleToken(Outgoing):
     """One entry of `/tokenize`; start and stop are offsets into the input, in bytes."""
 

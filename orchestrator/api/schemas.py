@@ -268,6 +268,41 @@ class ChatRequest(Incoming):
         )
 
 
+class CompletionRequest(Incoming):
+    """Body of `/v1/completions`; `prompt` may be several."""
+
+    model: str | None = None
+    prompt: str | list[str]
+    max_tokens: U32 | None = None
+    temperature: F32 | None = None
+    top_p: F32 | None = None
+    stream: bool = False
+    seed: U64 | None = None
+    suffix: str | None = None
+    repetition_penalty: F32 | None = None
+    frequency_penalty: F32 | None = None
+    stop: list[str] | None = None
+
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
+
+    def to_parameters(self) -> CoreParameters:
+        """As TGI maps them: only `temperature` 0 is greedy; a `model` other than "tgi" is the adapter."""
+        greedy = self.temperature == 0.0
+        return CoreParameters(
+            temperature=None if greedy else self.temperature,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            top_p=self.top_p,
+            do_sample=not greedy,
+            max_new_tokens=self.max_tokens,
+            stop=tuple(self.stop or ()),
+            details=True,
+            seed=self.seed,
+            adapter_id=None if self.model == "tgi" else self.model,
+        )
+
+
 def parse_body(model: type[Body], body: bytes) -> tuple[Body, dict[str, Any]]:
     """A body as its model and as plain JSON.  Raises InvalidRequest for bad UTF-8, JSON or types."""
     raw = parse_json(body)

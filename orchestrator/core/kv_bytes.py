@@ -12,7 +12,8 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 4}
+"""Of one KV element; int8 weights keep their KV in float32."""
 
 RECORDS_PER_RING = 4
 """One record may take a quarter of the ring, so this many of the longest prompt must fit."""

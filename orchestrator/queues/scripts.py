@@ -116,7 +116,8 @@ end
 -- A counter that is absent went with its incarnation: nothing to give back.
 local function sub(reserved, incarnation, part, amount)
   local field = incarnation .. '|' .. part
-  if redis.call('HINCRBY', reserved, field, -amount) <= 0 then
+  if redis.call('HEXISTS', reserved, field) == 1
+    and redis.call('HINCRBY', reserved, field, -amount) <= 0 then
     redis.call('HDEL', reserved, field)
   end
 end

@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from orchestrator.verify.answer import IMPORT_HIT, ROUTE_SEPARATED, Answer, Token
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3, "float16": 1e-3}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3, "float16": 1e-3, "int8": 1e-3}
 """Largest allowed difference between two logprobs, by dtype."""
 
 Value = int | float | str | None

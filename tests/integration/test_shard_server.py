@@ -111,6 +111,47 @@ async def test_chat_stream_ends_with_done_and_adds_up_to_the_whole_answer(prefil
     assert whole["usage"]["completion_tokens"] == 6
 
 
+async def test_completions_answer_every_prompt_whole_and_streamed(prefill: httpx.AsyncClient) -> None:
+    body = {"prompt": [PROMPT, "one two"], "max_tokens": 5, "temperature": 0, "model": "mine"}
+    whole = (await prefill.post("/v1/completions", json=body)).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+    assert whole["object"] == "text_completion"
+    assert whole["usage"]["completion_tokens"] == 10
+    greedy = {"inputs": "one two", "parameters": {"max_new_tokens": 5}}
+    alone = (await prefill.post("/generate", json=greedy)).json()
+    assert whole["choices"][1]["text"] == alone["generated_text"]
+
+    streamed = await prefill.post("/v1/completions", json=body | {"stream": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    pieces: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+    for event in events(streamed.text):
+        (choice,) = event["choices"]
+        pieces[choice["index"]].append(event)
+    for index, found in pieces.items():
+        texts = [event["choices"][0]["text"] for event in found]
+        assert "".join(texts) == whole["choices"][index]["text"]
+        assert [event["choices"][0]["finish_reason"] for event in found] == ["", "", "", "", "length"]
+        assert "usage" not in found[0]
+        assert found[-1]["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt": []}, "1 to 4 prompts"),
+        ({"prompt": ["a"] * 5}, "1 to 4 prompts. Given: 5"),
+        ({"prompt": 5}, "prompt"),
+    ],
+)
+async def test_completions_refuse_what_they_cannot_do(
+    prefill: httpx.AsyncClient, changes: dict[str, Any], sentence: str
+) -> None:
+    response = await prefill.post("/v1/completions", json={"prompt": "a", "max_tokens": 1} | changes)
+    assert response.status_code == 422
+    assert sentence in response.json()["error"]
+
+
 async def test_put_wait_get_over_http_equals_one_shard(
     prefill: httpx.AsyncClient, decode: httpx.AsyncClient
 ) -> None:

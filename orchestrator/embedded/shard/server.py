@@ -15,20 +15,22 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from orchestrator.api import answers, sse
-from orchestrator.api.schemas import ChatRequest, GenerateBody, parse_body
+from orchestrator.api.schemas import ChatRequest, CompletionRequest, GenerateBody, parse_body
 from orchestrator.core.validation import GenerateRequest, invalid
 from orchestrator.errors import GatewayError, GenerationFailed, TooLarge
 from tgi_patches.contract import checked_handle
 from tgi_patches.sidecar import Sidecar
 
 from . import wire
+from .completions import Completions
 from .loop import Timing
 from .metrics import exposition
-from .seam import Generation
 from .service import Prepared, Service
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
+Events = AsyncGenerator[tuple[bytes, str]]
+"""Encoded events, each with the import result that it tells of (empty but for the first)."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 _WAIT_LIMIT_S = 60.0
@@ -66,14 +68,15 @@ class ShardServer:
         prepared = self.service.prepare(body.to_request(), stream=True)
         prefix = _prefix(body)
 
-        async def events(steps: AsyncIterator[Generation]) -> AsyncGenerator[bytes]:
+        async def events() -> Events:
             index = 0
-            async for step in steps:
-                index += 1
-                event = wire.stream_event(prepared, index, step, prefix=prefix)
-                yield sse.tgi_event(event.model_dump())
+            async with aclosing(self.service.stream(prepared)) as steps:
+                async for step in steps:
+                    index += 1
+                    event = wire.stream_event(prepared, index, step, prefix=prefix)
+                    yield sse.tgi_event(event.model_dump()), step.import_result
 
-        return await self._streamed(request, prepared, events, sse.tgi_event)
+        return await _streamed(request, events(), sse.tgi_event)
 
     async def chat(self, request: Request) -> Response:
         received_s = time.monotonic()
@@ -93,41 +96,26 @@ class ShardServer:
     async def _chat_stream(self, request: Request, body: ChatRequest, prepared: Prepared) -> Response:
         model = body.model or self._info.model_id
 
-        async def events(steps: AsyncIterator[Generation]) -> AsyncGenerator[bytes]:
+        async def events() -> Events:
             count = 0
-            async for step in steps:
-                count += 1
-                chunk = wire.chat_chunk(step, model=model, logprobs=bool(body.logprobs))
-                yield sse.openai_event(chunk.model_dump())
+            async with aclosing(self.service.stream(prepared)) as steps:
+                async for step in steps:
+                    count += 1
+                    chunk = wire.chat_chunk(step, model=model, logprobs=bool(body.logprobs))
+                    yield sse.openai_event(chunk.model_dump()), step.import_result
             if body.stream_options.include_usage:
-                yield sse.openai_event(wire.usage_chunk(prepared, count, model=model).model_dump())
-            yield sse.DONE
+                yield sse.openai_event(wire.usage_chunk(prepared, count, model=model).model_dump()), ""
+            yield sse.DONE, ""
 
-        return await self._streamed(request, prepared, events, sse.openai_event)
+        return await _streamed(request, events(), sse.openai_event)
 
-    async def _streamed(
-        self,
-        request: Request,
-        prepared: Prepared,
-        events: Callable[[AsyncIterator[Generation]], AsyncGenerator[bytes]],
-        encode: Callable[[dict[str, str]], bytes],
-    ) -> Response:
-        """Headers leave with the first token: an earlier error is a real status."""
-        steps = self.service.stream(prepared)
-        first = await _unless_left(request, anext(steps))
-
-        async def relayed() -> AsyncGenerator[bytes]:
-            async with aclosing(steps):
-                try:
-                    async for event in events(_chain(first, steps)):
-                        yield event
-                except GatewayError as error:
-                    yield encode(error.body())
-
-        headers = {"x-accel-buffering": "no", "cache-control": "no-cache"} | _import_header(
-            first.import_result
-        )
-        return StreamingResponse(relayed(), media_type="text/event-stream", headers=headers)
+    async def completions(self, request: Request) -> Response:
+        body, _ = parse_body(CompletionRequest, await self._body(request))
+        asked = Completions.of(body, self.service, self._info.model_id)
+        if body.stream:
+            return await _streamed(request, asked.events(self.service), sse.openai_event)
+        content = await _unless_left(request, asked.whole(self.service, Timing()))
+        return Response(content.to_json(), media_type="application/json")
 
     def _prepared_chat(self, body: ChatRequest) -> Prepared:
         if body.tools:
@@ -208,6 +196,7 @@ def create_app(server: ShardServer) -> FastAPI:
         "/generate": server.generate,
         "/generate_stream": server.generate_stream,
         "/v1/chat/completions": server.chat,
+        "/v1/completions": server.completions,
         "/tokenize": server.tokenize,
         "/chat_tokenize": server.chat_tokenize,
     }
@@ -252,10 +241,21 @@ def _import_header(result: str) -> dict[str, str]:
     return {_IMPORT_HEADER: result} if result else {}
 
 
-async def _chain(first: Generation, rest: AsyncIterator[Generation]) -> AsyncGenerator[Generation]:
-    yield first
-    async for step in rest:
-        yield step
+async def _streamed(request: Request, events: Events, encode: Callable[[dict[str, str]], bytes]) -> Response:
+    """Headers leave with the first token: an earlier error is a real status."""
+    first, import_result = await _unless_left(request, anext(events))
+
+    async def relayed() -> AsyncGenerator[bytes]:
+        async with aclosing(events):
+            yield first
+            try:
+                async for event, _ in events:
+                    yield event
+            except GatewayError as error:
+                yield encode(error.body())
+
+    headers = _STREAM_HEADERS | _import_header(import_result)
+    return StreamingResponse(relayed(), media_type="text/event-stream", headers=headers)
 
 
 async def _unless_left(request: Request, work: Awaitable[T]) -> T:
