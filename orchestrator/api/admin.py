@@ -65,4 +65,4 @@ def status_of(gateway: Gateway) -> dict[str, Any]:
 
 def _shard(view: ShardView) -> dict[str, Any]:
     fields = {name: getattr(view, name) for name in _SHARD_FIELDS}
-    return fields | {"model": view.fingerprint.model, "dtype": view.fingerprint.dtype}
+    return fields | {"model": view.fingerprint.model, "dtype": view.fingerprint.quantization or view.fingerprint.dtype}
