@@ -113,13 +113,10 @@ _SHARED = """
 local function add(reserved, incarnation, part, amount)
   redis.call('HINCRBY', reserved, incarnation .. '|' .. part, amount)
 end
--- A counter that is absent went with its incarnation: nothing to give back.
+-- A counter that is absent went with its incarnation, and stays absent.
 local function sub(reserved, incarnation, part, amount)
   local field = incarnation .. '|' .. part
-  if redis.call('HEXISTS', reserved, field) == 1
-    and redis.call('HINCRBY', reserved, field, -amount) <= 0 then
-    redis.call('HDEL', reserved, field)
-  end
+  if redis.call('HINCRBY', reserved, field, -amount) <= 0 then redis.call('HDEL', reserved, field) end
 end
 local function book(change, reserved, lease)
   local kv, bytes, decode, prefill = string.match(lease, '^(%d+)|(%d+)|([^|]*)|([^|]*)|')

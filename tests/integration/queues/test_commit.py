@@ -127,15 +127,18 @@ async def test_redis_itself_refuses_what_does_not_fit_even_if_the_snapshot_was_e
     assert (await world.reserved())["d0.1|slots"] == count
 
 
-async def test_legs_of_both_kinds_stay_under_the_servers_request_limit(
-    world: World, slow: Any, until: Until
+@pytest.mark.parametrize("place", [0, 1])
+async def test_legs_of_both_kinds_stay_under_each_servers_request_limit(
+    world: World, slow: Any, until: Until, place: int
 ) -> None:
-    from tgi_patches.contract import Limits
+    from tgi_patches.contract import Limits, Role
 
-    limits = {"limits": Limits(4000, 4096, max_concurrent_requests=1)}
-    conductor = await world.leader(*world.shards.pair(**limits))
+    pair = world.shards.pair()
+    name, role = [("p0", Role.PREFILL), ("d0", Role.DECODE)][place]
+    pair[place] = world.shards.ready(name, role, limits=Limits(4000, 4096, max_concurrent_requests=1))
+    conductor = await world.leader(*pair)
     queue = await world.gateway(timings=slow)
-    stale = views_of(world, **limits)
+    stale = [one.view() for one in pair]
     first, second = [await submitted(world, queue, until) for _ in range(2)]
     assert [await commit(conductor, ticket, stale) for ticket, _ in (first, second)] == ["granted", "full"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,28 @@ async def test_a_grant_that_comes_twice_is_taken_once(world: World, until: Until
         assert set(results) <= {"gone", "granted", "duplicate"}
         assert grant.handle == ticket.handle
     assert {name: amount / 4 for name, amount in (await world.reserved()).items()} == ONE
+
+
+async def test_the_lease_is_for_the_grant_that_is_served(world: World, until: Until) -> None:
+    """Decided here while Redis was away, and by a conductor from the ticket that survived."""
+    from orchestrator.core.ticket import Leg
+    from orchestrator.queues import calls, wire
+
+    conductor = await world.leader()
+    queue = await world.gateway()
+    ticket = world.shards.ticket(queue)
+    served = await queue.submit(ticket)
+    other = replace(served, decode=Leg("d9", 1, "http://d9"), kv_tokens=176)
+    await conductor._runner.one(calls.restore(world.keys, queue.gateway, other))
+    assert (await world.reserved())["d9.1|kv"] == 176
+    await world.redis.xadd(world.keys.grants(queue.gateway), {"b": wire.encode(other)})
+    await until(lambda: _reserves_one(world))
+    await queue.complete(Completion(ticket.handle, Outcome.DONE))
+    assert await world.held() == 0
+
+
+async def _reserves_one(world: World) -> bool:
+    return bool(await world.reserved() == ONE)
 
 
 # --- without Redis ------------------------------------------------------------------------------
