@@ -65,4 +65,5 @@ def status_of(gateway: Gateway) -> dict[str, Any]:
 
 def _shard(view: ShardView) -> dict[str, Any]:
     fields = {name: getattr(view, name) for name in _SHARD_FIELDS}
-    return fields | {"model": view.fingerprint.model, "dtype": view.fingerprint.quantization or view.fingerprint.dtype}
+    fingerprint = view.fingerprint
+    return fields | {"model": fingerprint.model, "dtype": fingerprint.quantization or fingerprint.dtype}
