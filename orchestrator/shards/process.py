@@ -117,7 +117,7 @@ class ProcessLauncher:
                     stderr=log_file,
                     env=_environment(spec),
                     # A terminal's Ctrl-C goes to its foreground group: the orchestrator drains shards first.
-                    process_group=None,
+                    process_group=0,
                 )
         except FileNotFoundError as error:
             raise ConfigError(f"The shard cannot be started: {error.filename} does not exist.") from None

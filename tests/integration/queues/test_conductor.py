@@ -16,7 +16,7 @@ from orchestrator.conductor import Conductor
 from orchestrator.core.shard import Rules
 from orchestrator.core.ticket import Completion, Grant, Outcome
 from orchestrator.errors import ConfigError, ShardError, Unavailable
-from orchestrator.queues import GatewayQueue
+from orchestrator.queues import GatewayQueue, Timings
 from orchestrator.shards.launcher import FakeLauncher
 from orchestrator.shards.supervisor import Pace
 from tgi_patches.contract import Role, ShardSpec, StatusReply
@@ -26,6 +26,8 @@ Until = Any
 
 PACE = Pace(poll_s=0.02, probe_deadline_s=1.0, grace_s=1.0, drain_s=0.2)
 RULES = Rules(backoff_first_s=0.01, backoff_most_s=0.05)
+PATIENT = Timings(heartbeat_s=0.05, lease_s=9, own_decision_s=60, deadline_s=2, block_s=0.1, settle_s=0)
+"""A gateway that leaves everything to the conductor."""
 SPECS = [
     ShardSpec("test", "p0", Role.PREFILL, "model", "model"),
     ShardSpec("test", "d0", Role.DECODE, "model", "model"),
@@ -223,7 +225,7 @@ async def test_a_cancelled_request_at_the_head_does_not_hold_up_the_queue(
     world: World, fleet: Fleet, until: Until
 ) -> None:
     async with running(world, fleet) as conductor:
-        queue = await ready_gateway(world, until)
+        queue = await ready_gateway(world, until, timings=PATIENT)
         running_ticket = world.shards.ticket(queue)
         await queue.submit(running_ticket)
         # 1504 tokens in whole blocks do not fit beside the 160 of the running one: it waits.
@@ -239,6 +241,24 @@ async def test_a_cancelled_request_at_the_head_does_not_hold_up_the_queue(
             await large_task
 
 
+async def test_tickets_survive_a_connection_that_breaks_under_the_conductor(
+    world: World, fleet: Fleet, until: Until
+) -> None:
+    async with running(world, fleet) as conductor:
+        queue = await ready_gateway(world, until, timings=PATIENT)
+        held = [world.shards.ticket(queue) for _ in range(4)]
+        await asyncio.gather(*(queue.submit(ticket) for ticket in held))
+        waiting = [world.shards.ticket(queue) for _ in range(2)]
+        tasks = [asyncio.create_task(queue.submit(ticket)) for ticket in waiting]
+        await until(lambda: conductor.snapshot().waiting_tickets == 2)
+        for _ in range(3):
+            await world.redis.client_kill_filter(_type="normal", skipme=True)
+            await asyncio.sleep(0.05)
+        for ticket in held[:2]:
+            await queue.complete(Completion(ticket.handle, Outcome.DONE))
+        assert [(await task).handle for task in tasks] == [ticket.handle for ticket in waiting]
+
+
 async def test_a_standby_takes_over_and_keeps_order_and_reservations(
     world: World, fleet: Fleet, until: Until
 ) -> None:
@@ -248,7 +268,7 @@ async def test_a_standby_takes_over_and_keeps_order_and_reservations(
     first._launcher = _Unowned(fleet.launcher)  # its shards outlive it, as containers would
     first._supervisor._launcher = first._launcher
     task = asyncio.create_task(first.run())
-    queue = await ready_gateway(world, until, timings=_patient())
+    queue = await ready_gateway(world, until, timings=PATIENT)
     held = [world.shards.ticket(queue) for _ in range(4)]
     await asyncio.gather(*(queue.submit(ticket) for ticket in held))
     waiting = [world.shards.ticket(queue) for _ in range(3)]
@@ -283,12 +303,6 @@ class _Unowned:
 
     async def close(self, grace_s: float) -> None:
         """Leaves them."""
-
-
-def _patient() -> Any:
-    from orchestrator.queues import Timings
-
-    return Timings(heartbeat_s=0.05, lease_s=9, own_decision_s=60, deadline_s=2, block_s=0.1, settle_s=0)
 
 
 async def test_two_conductors_never_both_launch(world: World, until: Until) -> None:

@@ -104,6 +104,7 @@ async def test_tickets_that_a_dead_conductor_had_taken_are_claimed(world: World,
     await until(lambda: _count(world, 3))
     taken = (await dead.read(block=True)).tickets
     assert list(taken.values()) == tickets
+    assert await dead.claim(everything=True) == taken  # also what a lost answer had delivered to itself
 
     await world.redis.delete(world.keys.leader)
     heir = await world.conductor("heir")
