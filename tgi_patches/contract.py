@@ -57,6 +57,7 @@ class MissReason(StrEnum):
     TOKENS_DIFFER = "tokens_differ"
     LAYOUT = "layout"
     UNSUPPORTED = "unsupported"
+    PINNED_FULL = "pinned_full"
     ERROR = "error"
 
 

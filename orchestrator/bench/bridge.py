@@ -1,7 +1,8 @@
 """What a record costs on the bridge, against memcpy and against a safetensors file per record.
 
-All ways take turns in every round and report medians, so the ratios hold where absolute times do
-not.  Time is this thread's CPU time: the process's would count torch's idle workers as well.
+Every way but memcpy starts from the slots of one paged pool and ends in those of another.  All take
+turns in every round and report medians, so the ratios hold where absolute times do not.  Time is
+this thread's CPU time: the process's would count torch's idle workers as well.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import gc
 import statistics
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from tgi_patches.bridge import FirstToken
 from tgi_patches.bridge.arena import ArenaBridge
 from tgi_patches.contract import Fingerprint, new_epoch, new_handle
-from tgi_patches.kv import planes, runs
+from tgi_patches.kv import PoolBytes, runs
 
 LAYERS = 30
 HEADS = 3
@@ -36,7 +38,6 @@ RING_RECORDS = 4
 IMPORT_LAG = 2
 """Rounds between a record's export and its import: right after it, the caches still hold a part."""
 
-Pools = list[tuple[torch.Tensor, torch.Tensor]]
 Timed = dict[str, list[float]]
 
 
@@ -50,14 +51,19 @@ class Ratios:
     """Whether the prompt's slots were one run, or scattered blocks of 16."""
     memcpy_gb_s: float
     export: float
+    """From slots to a published record."""
     import_: float
-    """Lookup included."""
+    """From a handle to filled slots: lookup included."""
     file_save: float
-    """Of one flat tensor: gathering the planes would come on top."""
+    """Gathered with the slots as an index, as paged code does."""
     file_load: float
-    """Into a flat buffer: scattering would come on top."""
-    export_over_file: float
-    import_over_file: float
+    """Scattered likewise; the file's end included."""
+    sliced_file_save: float
+    """Gathered as slices of consecutive slots: the best that a file can do."""
+    sliced_file_load: float
+    over_file: float
+    """Save and load together against export and import together."""
+    over_sliced_file: float
 
 
 def measure(sizes_bytes: Sequence[int], rounds: int = 9) -> list[dict[str, object]]:
@@ -84,6 +90,7 @@ def _measure_one(folder: Path, tokens: int, rounds: int, consecutive: bool) -> R
         bridge.close()
     median_s = {way: statistics.median(column) for way, column in times.items()}
     memcpy_s = median_s["memcpy"]
+    ours_s = median_s["export"] + median_s["import"]
     return Ratios(
         kv_bytes=kv_bytes,
         tokens=tokens,
@@ -93,28 +100,72 @@ def _measure_one(folder: Path, tokens: int, rounds: int, consecutive: bool) -> R
         import_=memcpy_s / median_s["import"],
         file_save=memcpy_s / median_s["save"],
         file_load=memcpy_s / median_s["load"],
-        export_over_file=median_s["save"] / median_s["export"],
-        import_over_file=median_s["load"] / median_s["import"],
+        sliced_file_save=memcpy_s / median_s["save sliced"],
+        sliced_file_load=memcpy_s / median_s["load sliced"],
+        over_file=(median_s["save"] + median_s["load"]) / ours_s,
+        over_sliced_file=(median_s["save sliced"] + median_s["load sliced"]) / ours_s,
     )
+
+
+class _Side:
+    """A shard's pools, every page touched, and where the prompt lies in them."""
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        blocks = 2 * -(-len(slots) // BLOCK)
+        shape = (blocks, BLOCK, HEADS, HEAD_DIM)
+        pools = [(torch.rand(shape), torch.rand(shape)) for _ in range(LAYERS)]
+        self.slots = tuple(slots)
+        self.bytes = PoolBytes(pools)
+        self._index = torch.tensor(slots)
+        self._runs = [slice(start, start + length) for start, length in runs(slots)]
+        self._rows = {
+            f"{layer}.{kind}": pool.view(-1, HEADS, HEAD_DIM)
+            for layer, pair in enumerate(pools)
+            for kind, pool in zip("kv", pair, strict=True)
+        }
+
+    def planes(self) -> list[list[memoryview]]:
+        """What a shard does for every record."""
+        return self.bytes.planes(runs(self.slots))
+
+    def save(self, path: Path, *, sliced: bool) -> None:
+        gather = self._slices if sliced else self._indexed
+        save_file({name: gather(rows) for name, rows in self._rows.items()}, path)
+
+    def load(self, path: Path, *, sliced: bool) -> None:
+        found = load_file(path)
+        for name, rows in self._rows.items():
+            if sliced:
+                pieces = torch.split(found[name], [run.stop - run.start for run in self._runs])
+                for run, piece in zip(self._runs, pieces, strict=True):
+                    rows[run].copy_(piece)
+            else:
+                rows[self._index] = found[name]
+        path.unlink()
+
+    def _slices(self, rows: torch.Tensor) -> torch.Tensor:
+        pieces = [rows[run] for run in self._runs]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _indexed(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[self._index]
 
 
 class _Buffers:
     """As many copies of everything as it takes to find each one cold; all hold touched pages."""
 
     def __init__(self, tokens: int, copies: int, consecutive: bool) -> None:
-        slots = runs(_slots(tokens, consecutive))
-        self.tokens = tokens
-        self.pools = [_pools(tokens) for _ in range(2 * copies)]
-        sides = [planes(pools, slots) for pools in self.pools]
-        self.sources, self.targets = cycle(sides[:copies]), cycle(sides[copies:])
-        self.flat = [torch.rand(tokens * TOKEN_BYTES // 4) for _ in range(2 * copies)]
-        self.plain = cycle(self.flat[:copies])
-        self.copies = cycle([tensor.numpy().data.cast("B") for tensor in self.flat[copies:]])
+        slots = _slots(tokens, consecutive)
+        self.ids = tuple(range(tokens))
+        self.sources = cycle([_Side(slots) for _ in range(copies)])
+        self.targets = cycle([_Side(slots) for _ in range(copies)])
+        plain = [torch.rand(tokens * TOKEN_BYTES // 4).numpy().data.cast("B") for _ in range(2 * copies)]
+        self.plain, self.copies = cycle(plain[:copies]), cycle(plain[copies:])
 
 
 def _rounds(bridge: ArenaBridge, path: Path, buffers: _Buffers, rounds: int) -> Timed:
     """Seconds of each way in each round; the first round warms up and does not count."""
-    times: Timed = {"memcpy": [], "export": [], "import": [], "save": [], "load": []}
+    times: Timed = defaultdict(list)
     handles = deque(new_handle() for _ in range(IMPORT_LAG))
     for handle in handles:
         _export(bridge, handle, buffers)
@@ -124,7 +175,6 @@ def _rounds(bridge: ArenaBridge, path: Path, buffers: _Buffers, rounds: int) -> 
             start = time.thread_time()
             call()
             times[way].append(time.thread_time() - start)
-        path.unlink()
     return {way: column[1:] for way, column in times.items()}
 
 
@@ -132,17 +182,23 @@ def _ways(
     bridge: ArenaBridge, path: Path, buffers: _Buffers, new: str, old: str
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What is timed in one round, in turn: `new` is exported, `old` imported."""
-    plain, copy = next(buffers.plain).numpy().data.cast("B"), next(buffers.copies)
-    tensor, loaded, target = next(buffers.plain), next(buffers.copies), next(buffers.targets)
+    plain, copy = next(buffers.plain), next(buffers.copies)
     yield "memcpy", lambda: _copy(copy, plain)
     yield "export", lambda: _export(bridge, new, buffers)
-    yield "import", lambda: bridge.read_into(bridge.own_lookup(old), target, buffers.tokens)
-    yield "save", lambda: save_file({"kv": tensor}, path)
-    yield "load", lambda: _copy(loaded, load_file(path)["kv"].numpy().data.cast("B"))
+    yield "import", lambda: _import(bridge, old, buffers)
+    for name, sliced in (("", False), (" sliced", True)):
+        source, target = next(buffers.sources), next(buffers.targets)
+        yield f"save{name}", partial(source.save, path, sliced=sliced)
+        yield f"load{name}", partial(target.load, path, sliced=sliced)
 
 
 def _export(bridge: ArenaBridge, handle: str, buffers: _Buffers) -> None:
-    bridge.export(handle, range(buffers.tokens), FirstToken(1, 0.0), False, next(buffers.sources))
+    bridge.export(handle, buffers.ids, FirstToken(1, 0.0), False, next(buffers.sources).planes())
+
+
+def _import(bridge: ArenaBridge, handle: str, buffers: _Buffers) -> None:
+    record = bridge.own_lookup(handle)
+    bridge.read_into(record, next(buffers.targets).planes(), len(record.token_ids))
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
@@ -161,12 +217,6 @@ def _quiet() -> Iterator[None]:
         if collecting:
             gc.enable()
         torch.set_num_threads(threads)
-
-
-def _pools(tokens: int) -> Pools:
-    blocks = 2 * -(-tokens // BLOCK)
-    shape = (blocks, BLOCK, HEADS, HEAD_DIM)
-    return [(torch.rand(shape), torch.rand(shape)) for _ in range(LAYERS)]
 
 
 def _slots(tokens: int, consecutive: bool) -> list[int]:

@@ -188,7 +188,10 @@ def counted(log: TextIO) -> collections.Counter[str]:
     log.seek(0)
     counts: collections.Counter[str] = collections.Counter()
     for line in log:
-        counts.update(json.loads(line))
+        try:
+            counts.update(json.loads(line))
+        except json.JSONDecodeError:  # a reader was killed while it wrote
+            counts["torn_reports"] += 1
     return counts
 
 

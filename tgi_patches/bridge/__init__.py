@@ -31,6 +31,17 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record lies; only the bridge that made it understands the numbers."""
+
+    slot: int
+    """Of the index."""
+    position: int
+    """Virtual offset in the owner's ring, or offset in its pinned region."""
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One published record: plain values, so it stays readable after the bytes were overwritten."""
 
@@ -43,14 +54,15 @@ class Record:
     first: FirstToken
     ended: bool
     kv_bytes: int
-    position: int = field(repr=False)
-    """Virtual offset in the owner's ring; only the bridge that made the record understands it."""
+    place: Place = field(repr=False)
+    rows: tuple[int, ...] = field(repr=False)
+    """Bytes per token of each plane."""
     checksums: tuple[int, ...] = field(repr=False)
-    """xxh3_64 of each 256 KiB of the data, in order."""
+    """xxh3_64 of each 256 KiB of each plane, in order."""
 
 
 class Bridge(Protocol):
-    """Four verbs; a record that cannot be used raises BridgeMiss(reason), never anything else."""
+    """Few verbs; a record that cannot be used raises BridgeMiss(reason), never anything else."""
 
     @property
     def ring_bytes(self) -> int:
@@ -60,14 +72,35 @@ class Bridge(Protocol):
     def record_limit_bytes(self) -> int:
         """The largest `kv_bytes` that can be exported: a quarter of the ring."""
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Size of the own pinned region, which no ring record ever touches; 0 for none."""
+
+    @property
+    def pinned_free_bytes(self) -> int:
+        """Bytes of the pinned region that no record holds; perhaps in several pieces."""
+
     def export(
-        self, handle: str, token_ids: Sequence[int], first: FirstToken, ended: bool, planes: Planes
+        self,
+        handle: str,
+        token_ids: Sequence[int],
+        first: FirstToken,
+        ended: bool,
+        planes: Planes,
+        *,
+        pinned: bool = False,
     ) -> Record:
         """Copy all planes into the own ring and publish; a handle exported twice: the later counts.
 
+        A `pinned` record stays until `release`, a later export of its handle or a new epoch: the
+        ring does not overwrite it and it does not expire.
+
         Raises BridgeMiss: LAYOUT (over the limit, or planes of unequal token counts), UNSUPPORTED
-        (no ring).
+        (no ring, no pinned region), PINNED_FULL (no room: nothing has changed, export it unpinned).
         """
+
+    def release(self, handle: str) -> bool:
+        """Give a pinned record's place back; False where none of this handle is pinned here."""
 
     def lookup(self, shard: str, epoch: int, handle: str) -> Record:
         """The record of another (or this) shard.

@@ -1,7 +1,7 @@
 """The bridge of one host: an own ring to write, the rings of all peers to read.
 
-Peers are mapped when first asked for and again when another file stands at their path.  Export and
-lookup belong to one thread; `own_lookup` may be called from any, until `close`.
+Peers are mapped when first asked for and again when another file stands at their path.  Export,
+release and lookup belong to one thread; `own_lookup` may be called from any, until `close`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class _Peer:
 class ArenaBridge:
     """The Bridge over files in `directory`; `arena_bytes` of own ring, 0 for a shard that only reads.
 
+    `pinned_bytes` come beside the ring, and only with one.
     `clock` is CLOCK_MONOTONIC in ns and must be the same for all shards of the host.
     Raises ArenaError when the own ring cannot be set up.
     """
@@ -55,6 +56,7 @@ class ArenaBridge:
         arena_bytes: int,
         record_ttl_s: float,
         *,
+        pinned_bytes: int = 0,
         index_slots: int = INDEX_SLOTS,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -69,12 +71,13 @@ class ArenaBridge:
         self._writer: ArenaWriter | None = None
         self._own: ArenaReader | None = None
         self.ring_bytes = align(arena_bytes, PAGE_BYTES)
+        self.pinned_bytes = align(pinned_bytes, PAGE_BYTES) if arena_bytes else 0
         if not arena_bytes:
             return
         if arena_bytes < RING_MIN_BYTES:
             raise ArenaError(f"An arena needs at least {RING_MIN_BYTES} bytes, not {arena_bytes}.")
         path = arena_path(directory, deployment, shard, rank)
-        layout = ArenaLayout(self.ring_bytes, index_slots)
+        layout = ArenaLayout(self.ring_bytes, index_slots, self.pinned_bytes)
         ttl_ns = round(record_ttl_s * 1e9)
         self._writer = ArenaWriter(path, layout, epoch, self._digest, ttl_ns, clock)
         self._own = ArenaReader(self._writer.mapping, shard, self._digest, clock)
@@ -84,14 +87,30 @@ class ArenaBridge:
         """The largest `kv_bytes` of a record: a quarter of the ring."""
         return self.ring_bytes // RECORD_SHARE
 
+    @property
+    def pinned_free_bytes(self) -> int:
+        """See Bridge.pinned_free_bytes."""
+        return 0 if self._writer is None else self._writer.pinned_free_bytes
+
     def export(
-        self, handle: str, token_ids: Sequence[int], first: FirstToken, ended: bool, planes: Planes
+        self,
+        handle: str,
+        token_ids: Sequence[int],
+        first: FirstToken,
+        ended: bool,
+        planes: Planes,
+        *,
+        pinned: bool = False,
     ) -> Record:
         """See Bridge.export."""
         if self._writer is None:
             raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
-        entry, checksums = self._writer.export(key_of(handle), token_ids, first, ended, planes)
-        return entry.record(handle, self._shard, token_ids, checksums)
+        entry, known = self._writer.export(key_of(handle), token_ids, first, ended, planes, pinned=pinned)
+        return entry.record(handle, self._shard, known)
+
+    def release(self, handle: str) -> bool:
+        """See Bridge.release."""
+        return self._writer is not None and self._writer.release(key_of(handle))
 
     def lookup(self, shard: str, epoch: int, handle: str) -> Record:
         """See Bridge.lookup."""

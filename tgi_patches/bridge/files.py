@@ -14,7 +14,7 @@ import os
 import stat
 from pathlib import Path
 
-from tgi_patches.bridge import ArenaError
+from tgi_patches.bridge import ArenaError, Place
 from tgi_patches.bridge.layout import HEADER_BYTES, MAGIC, VERSION, ArenaLayout, Word
 from tgi_patches.contract import BridgeMiss, MissReason, checked_part
 
@@ -29,7 +29,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 class Mapping:
     """One mapped arena: `data` its bytes, `words` header and index as 64-bit words."""
 
-    __slots__ = ("_mmap", "data", "layout", "ring", "words")
+    __slots__ = ("_mmap", "data", "layout", "pinned", "ring", "words")
 
     def __init__(self, fd: int, layout: ArenaLayout, *, writable: bool) -> None:
         self.layout = layout
@@ -40,16 +40,24 @@ class Mapping:
             prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0),
         )
         self.data = memoryview(self._mmap)
-        self.ring = self.data[layout.ring_offset :]
+        self.ring = self.data[layout.ring_offset : layout.pinned_offset]
+        self.pinned = self.data[layout.pinned_offset :]
         self.words = self.data[: layout.ring_offset].cast("Q")
 
     def find(self, key: bytes, start: int) -> int:
         """Offset of `key` in the key table at or after `start`; -1 for none."""
-        return self._mmap.find(key, start, self.layout.slots_offset)
+        return self._mmap.find(key, start, self.layout.key_offset(self.layout.slots))
+
+    def record(self, place: Place, size: int) -> memoryview:
+        """The first `size` bytes of the record that lies at `place`."""
+        if place.pinned:
+            return self.pinned[place.position : place.position + size]
+        start = place.position % self.layout.ring_bytes
+        return self.ring[start : start + size]
 
     def close(self) -> None:
         """Unmap; where a traceback still holds a slice, the memory goes with that."""
-        for view in (self.words, self.ring, self.data):
+        for view in (self.words, self.ring, self.pinned, self.data):
             view.release()
         with contextlib.suppress(BufferError):
             self._mmap.close()
@@ -143,7 +151,7 @@ def read_layout(fd: int) -> ArenaLayout | None:
     if len(header) < HEADER_BYTES:
         return None
     words = memoryview(header).cast("Q")
-    layout = ArenaLayout(ring_bytes=words[Word.RING_BYTES], index_slots=words[Word.INDEX_SLOTS])
+    layout = ArenaLayout(words[Word.RING_BYTES], words[Word.INDEX_SLOTS], words[Word.PINNED_BYTES])
     known = words[Word.MAGIC] == MAGIC and words[Word.VERSION] == VERSION
     return layout if known and os.fstat(fd).st_size == layout.file_bytes else None
 

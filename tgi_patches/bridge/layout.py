@@ -1,31 +1,32 @@
-"""The bytes of an arena file: header, key table, index of fixed slots, ring.
+"""The bytes of an arena file: header, key table, index of fixed slots, ring, pinned.
 
 Every number is native 64-bit: all readers share the host.  A chain of checksums makes torn reads
 visible whatever the CPU reorders: the slot's own covers the record's place and description, that
-one the token ids and block checksums, those the data.
+one the token ids, planes and block checksums, those the data.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-from tgi_patches.bridge import FirstToken, Record
-from tgi_patches.bridge.blocks import block_count, checksum
+from tgi_patches.bridge import FirstToken, Place, Planes, Record
+from tgi_patches.bridge.blocks import block_count, bytes_per_token, checksum, sizes
+from tgi_patches.bridge.pinned import PINNED_SLOTS
 from tgi_patches.bridge.ring import ALIGNMENT, align
 from tgi_patches.contract import TOP_TOKENS_MAX, BridgeMiss, MissReason
 
 MAGIC = int.from_bytes(b"TGIARENA", "little")
-VERSION = 1
+VERSION = 2
 PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
 SLOT_BYTES = 256
 KEY_BYTES = 16
 INDEX_SLOTS = 1024
 RING_MIN_BYTES = 16 * PAGE_BYTES
+_U64 = 8
 RECORD_SHARE = 4
 """A record's data may fill one part in so many of the ring."""
 
@@ -44,9 +45,9 @@ class Word(IntEnum):
     FINGERPRINT = 3
     INDEX_SLOTS = 4
     RING_BYTES = 5
-    PINNED_OFFSET = 6
-    """The place of hot records with explicit release; 0, none."""
-    PINNED_BYTES = 7
+    PINNED_BYTES = 6
+    """Size of the region behind the ring; 0, none."""
+    PINNED_FREE_BYTES = 7
     HEAD = 8
     TAIL = 9
     """Lowest virtual offset that is still valid; raised before bytes are overwritten."""
@@ -58,71 +59,132 @@ class Word(IntEnum):
     """Records that were overwritten before they expired: the ring is too small."""
 
 
+_DERIVED = ("slots", "slots_offset", "ring_offset", "pinned_offset", "file_bytes")
+
+
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
     """Where the parts of one arena file lie, in bytes."""
 
     ring_bytes: int
     index_slots: int
+    """Of the ring's records; those of pinned ones follow."""
+    pinned_bytes: int = 0
+    slots: int = field(init=False)
+    slots_offset: int = field(init=False)
+    ring_offset: int = field(init=False)
+    pinned_offset: int = field(init=False)
+    file_bytes: int = field(init=False)
 
-    @property
-    def slots_offset(self) -> int:
-        return align(HEADER_BYTES + self.index_slots * KEY_BYTES, SLOT_BYTES)
+    def __post_init__(self) -> None:
+        slots = self.index_slots + (PINNED_SLOTS if self.pinned_bytes else 0)
+        slots_offset = align(HEADER_BYTES + slots * KEY_BYTES, SLOT_BYTES)
+        ring_offset = align(slots_offset + slots * SLOT_BYTES, PAGE_BYTES)
+        pinned_offset = ring_offset + self.ring_bytes
+        derived = (slots, slots_offset, ring_offset, pinned_offset, pinned_offset + self.pinned_bytes)
+        for name, value in zip(_DERIVED, derived, strict=True):
+            object.__setattr__(self, name, value)
 
-    @property
-    def ring_offset(self) -> int:
-        return align(self.slots_offset + self.index_slots * SLOT_BYTES, PAGE_BYTES)
-
-    @property
-    def file_bytes(self) -> int:
-        return self.ring_offset + self.ring_bytes
-
-    def key_offset(self, sequence: int) -> int:
+    def key_offset(self, slot: int) -> int:
         """Of the handle in the key table, which says where to look and nothing more."""
-        return HEADER_BYTES + sequence % self.index_slots * KEY_BYTES
+        return HEADER_BYTES + slot * KEY_BYTES
 
-    def slot_offset(self, sequence: int) -> int:
-        return self.slots_offset + sequence % self.index_slots * SLOT_BYTES
+    def slot_offset(self, slot: int) -> int:
+        return self.slots_offset + slot * SLOT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What stands in front of a record's data; fields as Record's."""
+
+    token_ids: tuple[int, ...]
+    rows: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Offsets within a record: token ids and rows (u32), block checksums (u64), then the data."""
+
+    prompt_tokens: int
+    planes: int
+    blocks: int
+    kv_bytes: int
+
+    @property
+    def sums_offset(self) -> int:
+        return align(4 * (self.prompt_tokens + self.planes), _U64)
+
+    @property
+    def described_bytes(self) -> int:
+        return self.sums_offset + _U64 * self.blocks
+
+    @property
+    def data_offset(self) -> int:
+        return align(self.described_bytes, ALIGNMENT)
+
+    @property
+    def record_bytes(self) -> int:
+        return self.data_offset + self.kv_bytes
+
+    def describe(self, known: Described) -> bytes:
+        """The bytes in front of the data."""
+        words = array("I", known.token_ids)
+        words.extend(known.rows)
+        return words.tobytes().ljust(self.sums_offset, b"\0") + array("Q", known.checksums).tobytes()
+
+    def described(self, raw: bytes) -> Described:
+        """What `describe` made these bytes of."""
+        tokens = self.prompt_tokens
+        words = memoryview(raw)[: self.sums_offset].cast("I").tolist()
+        sums = memoryview(raw)[self.sums_offset :].cast("Q").tolist()
+        return Described(tuple(words[:tokens]), tuple(words[tokens : tokens + self.planes]), tuple(sums))
+
+
+def measure(planes: Planes, tokens: int) -> tuple[Body, tuple[int, ...]]:
+    """The layout of a record of these planes, and their rows; LAYOUT unless they hold whole tokens."""
+    plane_bytes = sizes(planes)
+    rows = bytes_per_token(plane_bytes, tokens)
+    return Body(tokens, len(rows), block_count(plane_bytes), sum(plane_bytes)), rows
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One index slot: what a reader must know before it touches the ring.  Times in ns."""
+    """One index slot: what a reader must know before it touches the record.  Times in ns."""
 
     sequence: int
     key: bytes
     epoch: int
-    position: int
-    kv_bytes: int
+    place: Place
     published_ns: int
     ttl_ns: int
+    """Of no account for a pinned record."""
     description_checksum: int
-    prompt_tokens: int
+    body: Body
     first: FirstToken
     ended: bool
 
-    def record(self, handle: str, shard: str, token_ids: Sequence[int], checksums: tuple[int, ...]) -> Record:
+    def record(self, handle: str, shard: str, known: Described) -> Record:
         """What the bridge hands out for this entry."""
         return Record(
             handle=handle,
             shard=shard,
             epoch=self.epoch,
             sequence=self.sequence,
-            token_ids=tuple(token_ids),
+            token_ids=known.token_ids,
             first=self.first,
             ended=self.ended,
-            kv_bytes=self.kv_bytes,
-            position=self.position,
-            checksums=checksums,
+            kv_bytes=self.body.kv_bytes,
+            place=self.place,
+            rows=known.rows,
+            checksums=known.checksums,
         )
 
 
-_SLOT = struct.Struct(f"=QQ16sQQQQQQIIIId{TOP_TOKENS_MAX}I4x{TOP_TOKENS_MAX}d")
-_U64 = 8
-KEY_OFFSET = 16
-"""Of the handle's bytes within a slot; the sequence, which is written last, stands at 0."""
-PUBLISHED_OFFSET = 56
-"""Of `published_ns` within a slot; `ttl_ns` follows."""
+_SLOT = struct.Struct(f"=QQ16sQQQQQQIIIIIId{TOP_TOKENS_MAX}I4x{TOP_TOKENS_MAX}d")
+_SEALED_FROM = 16
+"""The sequence, which is written last, stands at 0 and the checksum of what follows at 8."""
+_ENDED, _PINNED = 1, 2
 
 
 def pack_entry(entry: Entry) -> bytes:
@@ -134,14 +196,16 @@ def pack_entry(entry: Entry) -> bytes:
         0,
         entry.key,
         entry.epoch,
-        entry.position,
-        entry.kv_bytes,
+        entry.place.position,
+        entry.body.kv_bytes,
         entry.published_ns,
         entry.ttl_ns,
         entry.description_checksum,
-        entry.prompt_tokens,
+        entry.body.prompt_tokens,
+        entry.body.planes,
+        entry.body.blocks,
         entry.first.id,
-        entry.ended,
+        _ENDED * entry.ended | _PINNED * entry.place.pinned,
         len(top),
         entry.first.logprob,
         *(token for token, _ in top),
@@ -149,8 +213,8 @@ def pack_entry(entry: Entry) -> bytes:
         *(logprob for _, logprob in top),
         *(0.0,) * blank,
     ).ljust(SLOT_BYTES, b"\0")
-    seal = checksum(packed[KEY_OFFSET:], entry.sequence)
-    return packed[:_U64] + struct.pack("=Q", seal) + packed[KEY_OFFSET:]
+    seal = checksum(packed[_SEALED_FROM:], entry.sequence)
+    return packed[:_U64] + struct.pack("=Q", seal) + packed[_SEALED_FROM:]
 
 
 def sequence_of(raw: bytes) -> int:
@@ -159,60 +223,24 @@ def sequence_of(raw: bytes) -> int:
     return int(sequence)
 
 
-def unpack_entry(raw: bytes) -> Entry | None:
-    """The slot's entry; None where the bytes do not fit together (torn or damaged)."""
-    sequence, seal, key, epoch, position, kv_bytes, published, ttl, described, tokens, *rest = (
-        _SLOT.unpack_from(raw)
-    )
-    if seal != checksum(raw[KEY_OFFSET:], sequence):
+def unpack_entry(raw: bytes, slot: int) -> Entry | None:
+    """The entry in `slot`'s bytes; None where they do not fit together (torn or damaged)."""
+    sequence, seal, key, epoch, position, kv_bytes, published, ttl, described, *rest = _SLOT.unpack_from(raw)
+    if seal != checksum(raw[_SEALED_FROM:], sequence):
         return None
-    token, ended, count, logprob, *top = rest
+    tokens, planes, blocks, token, flags, count, logprob, *top = rest
     return Entry(
         sequence=sequence,
         key=key,
         epoch=epoch,
-        position=position,
-        kv_bytes=kv_bytes,
+        place=Place(slot, position, bool(flags & _PINNED)),
         published_ns=published,
         ttl_ns=ttl,
         description_checksum=described,
-        prompt_tokens=tokens,
+        body=Body(tokens, planes, blocks, kv_bytes),
         first=FirstToken(token, logprob, tuple(zip(top[:count], top[TOP_TOKENS_MAX:], strict=False))),
-        ended=bool(ended),
+        ended=bool(flags & _ENDED),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """Offsets within a record: token ids (u32), block checksums (u64), then the data."""
-
-    prompt_tokens: int
-    kv_bytes: int
-
-    @property
-    def sums_offset(self) -> int:
-        return align(4 * self.prompt_tokens, _U64)
-
-    @property
-    def described_bytes(self) -> int:
-        return self.sums_offset + _U64 * block_count(self.kv_bytes)
-
-    @property
-    def data_offset(self) -> int:
-        return align(self.described_bytes, ALIGNMENT)
-
-    @property
-    def record_bytes(self) -> int:
-        return self.data_offset + self.kv_bytes
-
-    def describe(self, token_ids: Sequence[int], sums: Sequence[int]) -> bytes:
-        """The bytes in front of the data."""
-        return array("I", token_ids).tobytes().ljust(self.sums_offset, b"\0") + array("Q", sums).tobytes()
-
-    def described(self, raw: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Token ids and block checksums out of `describe`'s bytes."""
-        ids = memoryview(raw)[: 4 * self.prompt_tokens].cast("I")
-        return tuple(ids), tuple(memoryview(raw)[self.sums_offset :].cast("Q"))
 
 
 def key_of(handle: str) -> bytes:
@@ -226,13 +254,12 @@ def key_of(handle: str) -> bytes:
     return key
 
 
-def checked_body(token_ids: Sequence[int], first: FirstToken, kv_bytes: int, ring_bytes: int) -> Body:
-    """The layout of a record to be exported; UNSUPPORTED without a ring, LAYOUT if it is too large."""
-    if not ring_bytes:
-        raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
-    body = Body(len(token_ids), kv_bytes)
-    if kv_bytes > ring_bytes // RECORD_SHARE or body.record_bytes > ring_bytes:
-        raise BridgeMiss(MissReason.LAYOUT, f"{kv_bytes} bytes are over 1/{RECORD_SHARE} of the ring")
+def check_fits(body: Body, first: FirstToken, room_bytes: int, *, pinned: bool) -> None:
+    """Raise BridgeMiss for what can never be exported into so large a ring, or pinned region."""
+    region, share = ("pinned region", 1) if pinned else ("ring", RECORD_SHARE)
+    if not room_bytes:
+        raise BridgeMiss(MissReason.UNSUPPORTED, f"this shard has no {region}")
+    if body.kv_bytes > room_bytes // share or body.record_bytes > room_bytes:
+        raise BridgeMiss(MissReason.LAYOUT, f"{body.kv_bytes} bytes are over 1/{share} of the {region}")
     if len(first.top) > TOP_TOKENS_MAX:
         raise BridgeMiss(MissReason.LAYOUT, f"{len(first.top)} top tokens are more than {TOP_TOKENS_MAX}")
-    return body

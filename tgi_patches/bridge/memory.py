@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tgi_patches.bridge import ArenaError, FirstToken, Planes, Record
-from tgi_patches.bridge.blocks import checked_kv_bytes, copy_in, copy_out
-from tgi_patches.bridge.layout import INDEX_SLOTS, RECORD_SHARE, checked_body, key_of
-from tgi_patches.bridge.ring import Ring
+from tgi_patches.bridge import ArenaError, FirstToken, Place, Planes, Record
+from tgi_patches.bridge.blocks import copy_in, copy_out, sizes
+from tgi_patches.bridge.layout import INDEX_SLOTS, PAGE_BYTES, RECORD_SHARE, check_fits, key_of, measure
+from tgi_patches.bridge.pinned import PinnedRegion
+from tgi_patches.bridge.ring import Ring, align
 from tgi_patches.contract import BridgeMiss, Fingerprint, MissReason
 
 
 @dataclass(slots=True)
 class _Published:
-    """A slot: the record, its data, and until when (ns); `live` ends when the ring takes it back."""
+    """A slot: the record, its data, and until when (ns); `live` ends when its place is taken back."""
 
     record: Record
     data: bytearray
@@ -33,9 +34,11 @@ class _Arena:
     epoch: int
     digest: str
     ring: Ring
+    pinned: PinnedRegion
     open: bool = True
+    sequence: int = 0
     slots: dict[int, _Published] = field(default_factory=dict)
-    """By sequence modulo the index size, as in the file."""
+    """By index slot, as in the file: the ring's, then the pinned ones."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,7 @@ class MemoryBridge:
         arena_bytes: int,
         record_ttl_s: float,
         *,
+        pinned_bytes: int = 0,
         index_slots: int = INDEX_SLOTS,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -68,12 +72,15 @@ class MemoryBridge:
         self._clock = clock
         self._own: _Arena | None = None
         self.ring_bytes = arena_bytes
+        self.pinned_bytes = align(pinned_bytes, PAGE_BYTES) if arena_bytes else 0
         if not arena_bytes:
             return
         former = host.arenas.get(shard)
         if former is not None and former.open:
             raise ArenaError(f"Another bridge writes the arena of {shard}.")
-        self._own = _Arena(epoch, self._digest, Ring(arena_bytes, index_slots))
+        self._own = _Arena(
+            epoch, self._digest, Ring(arena_bytes, index_slots), PinnedRegion(self.pinned_bytes)
+        )
         host.arenas[shard] = self._own
 
     @property
@@ -81,33 +88,58 @@ class MemoryBridge:
         """A quarter of the ring."""
         return self.ring_bytes // RECORD_SHARE
 
+    @property
+    def pinned_free_bytes(self) -> int:
+        """See Bridge.pinned_free_bytes."""
+        return 0 if self._own is None else self._own.pinned.free_bytes
+
     def export(
-        self, handle: str, token_ids: Sequence[int], first: FirstToken, ended: bool, planes: Planes
+        self,
+        handle: str,
+        token_ids: Sequence[int],
+        first: FirstToken,
+        ended: bool,
+        planes: Planes,
+        *,
+        pinned: bool = False,
     ) -> Record:
         """See Bridge.export."""
-        if self._own is None:
+        arena = self._own
+        if arena is None:
             raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
         key_of(handle)
-        kv_bytes = checked_kv_bytes(planes, len(token_ids))
-        body = checked_body(token_ids, first, kv_bytes, self.ring_bytes)
-        sequence = self._make_room(self._own, handle, body.record_bytes)
-        data = bytearray(kv_bytes)
-        checksums = copy_in(memoryview(data), planes)
+        body, rows = measure(planes, len(token_ids))
+        check_fits(body, first, self.pinned_bytes if pinned else self.ring_bytes, pinned=pinned)
+        place = _pin(arena, body.record_bytes) if pinned else _make_room(arena, body.record_bytes)
+        _take_off(arena, handle)
+        data = bytearray(body.kv_bytes)
+        try:
+            checksums = copy_in(memoryview(data), planes)
+        except BaseException:
+            if pinned:
+                _unpin(arena, place.slot)
+            raise
+        arena.sequence += 1
         record = Record(
             handle=handle,
             shard=self._shard,
             epoch=self._epoch,
-            sequence=sequence,
+            sequence=arena.sequence,
             token_ids=tuple(token_ids),
             first=first,
             ended=ended,
-            kv_bytes=kv_bytes,
-            position=0,
+            kv_bytes=body.kv_bytes,
+            place=place,
+            rows=rows,
             checksums=checksums,
         )
-        slot = sequence % self._own.ring.index_slots
-        self._own.slots[slot] = _Published(record, data, self._clock() + self._ttl_ns)
+        arena.slots[place.slot] = _Published(record, data, self._clock() + self._ttl_ns)
         return record
+
+    def release(self, handle: str) -> bool:
+        """See Bridge.release."""
+        key_of(handle)
+        return self._own is not None and _take_off(self._own, handle, only_pinned=True)
 
     def lookup(self, shard: str, epoch: int, handle: str) -> Record:
         """See Bridge.lookup."""
@@ -117,7 +149,7 @@ class MemoryBridge:
         live = next((found for found in named if found.live), None)
         if live is None:
             raise BridgeMiss(MissReason.OVERWRITTEN if named else MissReason.MISSING)
-        if self._clock() >= live.expires_ns:
+        if not live.record.place.pinned and self._clock() >= live.expires_ns:
             raise BridgeMiss(MissReason.MISSING, "expired")
         return live.record
 
@@ -135,9 +167,9 @@ class MemoryBridge:
         data = memoryview(self._current(record).data)
         if not tokens:
             return
-        if checked_kv_bytes(planes, tokens) * prompt_tokens != record.kv_bytes * tokens:
-            raise BridgeMiss(MissReason.LAYOUT, f"the planes do not add up to {record.kv_bytes} bytes")
-        checksums = copy_out(data, planes, tokens, prompt_tokens)
+        if sizes(planes) != [row * tokens for row in record.rows]:
+            raise BridgeMiss(MissReason.LAYOUT, f"not the record's {len(record.rows)} planes")
+        checksums = copy_out(data, planes, [row * prompt_tokens for row in record.rows])
         self._current(record)
         if checksums != record.checksums:
             raise BridgeMiss(MissReason.CHECKSUM, "data")
@@ -155,15 +187,6 @@ class MemoryBridge:
                 if found.record.handle == handle:
                     found.data[offset] ^= 1
 
-    def _make_room(self, arena: _Arena, handle: str, record_bytes: int) -> int:
-        """The new record's sequence, with what it overwrites or supersedes taken off the index."""
-        placement = arena.ring.place(record_bytes)
-        gone = {old.sequence for old in placement.evicted}
-        for found in arena.slots.values():
-            if found.record.sequence in gone or found.record.handle == handle:
-                found.live = False
-        return placement.extent.sequence
-
     def _arena(self, shard: str, epoch: int) -> _Arena:
         arena = self._host.arenas.get(shard)
         if arena is None:
@@ -176,7 +199,40 @@ class MemoryBridge:
 
     def _current(self, record: Record) -> _Published:
         arena = self._arena(record.shard, record.epoch)
-        found = arena.slots.get(record.sequence % arena.ring.index_slots)
+        found = arena.slots.get(record.place.slot)
         if found is None or not found.live or found.record.sequence != record.sequence:
             raise BridgeMiss(MissReason.OVERWRITTEN, f"by {record.shard}")
         return found
+
+
+def _make_room(arena: _Arena, record_bytes: int) -> Place:
+    """A place in the ring, with what it overwrites taken off the index."""
+    placement = arena.ring.place(record_bytes)
+    for old in placement.evicted:
+        if old.slot in arena.slots:  # its export may have broken off
+            arena.slots[old.slot].live = False
+    return Place(placement.extent.slot, placement.extent.position, pinned=False)
+
+
+def _pin(arena: _Arena, record_bytes: int) -> Place:
+    found = arena.pinned.take(record_bytes)
+    if found is None:
+        raise BridgeMiss(MissReason.PINNED_FULL, f"{arena.pinned.free_bytes} bytes are free")
+    slot, offset = found
+    return Place(arena.ring.index_slots + slot, offset, pinned=True)
+
+
+def _unpin(arena: _Arena, slot: int) -> None:
+    arena.pinned.give_back(slot - arena.ring.index_slots)
+
+
+def _take_off(arena: _Arena, handle: str, *, only_pinned: bool = False) -> bool:
+    """Take the live record of `handle` off the index; False where there is none."""
+    for slot, found in arena.slots.items():
+        pinned = found.record.place.pinned
+        if found.live and found.record.handle == handle and (pinned or not only_pinned):
+            found.live = False
+            if pinned:
+                _unpin(arena, slot)
+            return True
+    return False

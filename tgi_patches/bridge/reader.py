@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tgi_patches.bridge import Planes, Record
-from tgi_patches.bridge.blocks import checked_kv_bytes, checksum, copy_out
+from tgi_patches.bridge import Place, Planes, Record
+from tgi_patches.bridge.blocks import checksum, copy_out, sizes
 from tgi_patches.bridge.files import Mapping
 from tgi_patches.bridge.layout import (
     HEADER_BYTES,
@@ -39,39 +39,38 @@ class ArenaReader:
         key = key_of(handle)
         self._check_owner(epoch)
         entry = self._find(key, epoch)
-        if self._clock() >= entry.published_ns + entry.ttl_ns:
+        if not entry.place.pinned and self._clock() >= entry.published_ns + entry.ttl_ns:
             raise BridgeMiss(MissReason.MISSING, "expired")
-        body = Body(entry.prompt_tokens, entry.kv_bytes)
-        described = bytes(self._ring_bytes(entry.position, body.described_bytes))
-        self._check_current(epoch, entry.position, entry.sequence)
+        described = bytes(self._mapping.record(entry.place, entry.body.described_bytes))
+        self._check_current(epoch, entry.place, entry.sequence)
         if checksum(described) != entry.description_checksum:
             raise BridgeMiss(MissReason.CHECKSUM, "description")
-        token_ids, checksums = body.described(described)
-        return entry.record(handle, self._shard, token_ids, checksums)
+        return entry.record(handle, self._shard, entry.body.described(described))
 
     def read_into(self, record: Record, planes: Planes, tokens: int) -> None:
         """Copy and verify; BridgeMiss as in Bridge.read_into."""
         prompt_tokens = len(record.token_ids)
         if not 0 <= tokens <= prompt_tokens:
             raise BridgeMiss(MissReason.LAYOUT, f"{tokens} of {prompt_tokens} tokens")
-        self._check_current(record.epoch, record.position, record.sequence)
+        self._check_current(record.epoch, record.place, record.sequence)
         if not tokens:
             return
-        if checked_kv_bytes(planes, tokens) * prompt_tokens != record.kv_bytes * tokens:
-            raise BridgeMiss(MissReason.LAYOUT, f"the planes do not add up to {record.kv_bytes} bytes")
-        start = record.position + Body(prompt_tokens, record.kv_bytes).data_offset
-        data = self._ring_bytes(start, record.kv_bytes)
-        checksums = copy_out(data, planes, tokens, prompt_tokens)
-        self._check_current(record.epoch, record.position, record.sequence)
+        if sizes(planes) != [row * tokens for row in record.rows]:
+            raise BridgeMiss(MissReason.LAYOUT, f"not the record's {len(record.rows)} planes")
+        body = Body(prompt_tokens, len(record.rows), len(record.checksums), record.kv_bytes)
+        data = self._mapping.record(record.place, body.record_bytes)[body.data_offset :]
+        checksums = copy_out(data, planes, [row * prompt_tokens for row in record.rows])
+        self._check_current(record.epoch, record.place, record.sequence)
         if checksums != record.checksums:
             raise BridgeMiss(MissReason.CHECKSUM, "data")
 
     def _find(self, key: bytes, epoch: int) -> Entry:
         """The live slot with `key`; a slot that lost its record keeps the key under sequence 0."""
         reason = MissReason.MISSING
-        for offset in self._slots_with(key):
+        for slot in self._slots_with(key):
+            offset = self._mapping.layout.slot_offset(slot)
             raw = bytes(self._mapping.data[offset : offset + SLOT_BYTES])
-            entry = unpack_entry(raw)
+            entry = unpack_entry(raw, slot)
             sequence = self._mapping.words[offset // 8]
             if not sequence or sequence != sequence_of(raw):
                 reason = MissReason.OVERWRITTEN
@@ -86,7 +85,7 @@ class ArenaReader:
         while found >= 0:
             slot, off = divmod(found - HEADER_BYTES, KEY_BYTES)
             if not off:
-                yield self._mapping.layout.slot_offset(slot)
+                yield slot
             found = self._mapping.find(key, found + 1)
 
     def _check_owner(self, epoch: int) -> None:
@@ -96,14 +95,10 @@ class ArenaReader:
         if words[Word.FINGERPRINT] != self._digest:
             raise BridgeMiss(MissReason.FINGERPRINT, f"{self._shard} has {words[Word.FINGERPRINT]:016x}")
 
-    def _check_current(self, epoch: int, position: int, sequence: int) -> None:
+    def _check_current(self, epoch: int, place: Place, sequence: int) -> None:
         """Nothing that covers the record has changed: call it after the bytes were copied."""
         self._check_owner(epoch)
         words = self._mapping.words
-        slot = self._mapping.layout.slot_offset(sequence) // 8
-        if words[Word.TAIL] > position or words[slot] != sequence:
+        current = words[self._mapping.layout.slot_offset(place.slot) // 8] == sequence
+        if not current or (not place.pinned and words[Word.TAIL] > place.position):
             raise BridgeMiss(MissReason.OVERWRITTEN, f"by {self._shard}")
-
-    def _ring_bytes(self, position: int, size: int) -> memoryview:
-        start = position % self._mapping.layout.ring_bytes
-        return self._mapping.ring[start : start + size]

@@ -20,9 +20,9 @@ def align(value: int, to: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One record's place: its sequence number and virtual offset."""
+    """One record's place: its index slot and virtual offset."""
 
-    sequence: int
+    slot: int
     position: int
 
 
@@ -43,8 +43,8 @@ class Ring:
     index_slots: int
     head: int = 0
     """Virtual offset after the newest record."""
-    sequence: int = 0
-    """Of the newest record; the first one gets 1."""
+    count: int = 0
+    """Of all records ever placed: they take the index slots in turn, the first one slot 1."""
     live: deque[Extent] = field(default_factory=deque)
 
     def place(self, record_bytes: int) -> Placement:
@@ -58,8 +58,8 @@ class Ring:
         evicted = []
         while self.live and (self.live[0].position < lowest or len(self.live) >= self.index_slots):
             evicted.append(self.live.popleft())
-        self.sequence += 1
+        self.count += 1
         self.head = position + size
-        extent = Extent(self.sequence, position)
+        extent = Extent(self.count % self.index_slots, position)
         self.live.append(extent)
         return Placement(extent, self.live[0].position, tuple(evicted))

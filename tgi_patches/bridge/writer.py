@@ -2,6 +2,7 @@
 
 Publishing a record, in this order, so that a reader or a crash at any point sees a miss at worst:
 tail up -> slots of overwritten records 0 -> bytes -> slot with sequence 0 -> sequence.
+Releasing a pinned record: slot 0, then its bytes are free.
 A new owner: epoch 0 -> index cleared, ring restarted -> the new epoch.
 """
 
@@ -10,25 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tgi_patches.bridge import ArenaError, FirstToken, Planes
-from tgi_patches.bridge.blocks import checked_kv_bytes, checksum, copy_in
+from tgi_patches.bridge import ArenaError, FirstToken, Place, Planes
+from tgi_patches.bridge.blocks import checksum, copy_in
 from tgi_patches.bridge.files import Mapping, make_directories, open_for_writing, unlock
 from tgi_patches.bridge.layout import (
     HEADER_BYTES,
     KEY_BYTES,
-    KEY_OFFSET,
     MAGIC,
-    PUBLISHED_OFFSET,
     SLOT_BYTES,
     VERSION,
     ArenaLayout,
     Body,
+    Described,
     Entry,
     Word,
-    checked_body,
+    check_fits,
+    measure,
     pack_entry,
 )
-from tgi_patches.bridge.ring import Extent, Ring, align
+from tgi_patches.bridge.pinned import PinnedRegion
+from tgi_patches.bridge.ring import Ring, align
+from tgi_patches.contract import BridgeMiss, MissReason
 
 
 class ArenaWriter:
@@ -47,37 +50,67 @@ class ArenaWriter:
         self._epoch = epoch
         self._ttl_ns = ttl_ns
         self._clock = clock
-        self._sequences: dict[bytes, int] = {}
+        self._sequence = 0
+        self._slots: dict[bytes, int] = {}
+        """Where each handle's record is, of those that are on the index."""
+        self._live: dict[int, tuple[bytes, int]] = {}
+        """The same by slot: the handle and when it expires (ns)."""
+        self._pinned = PinnedRegion(layout.pinned_bytes)
         self._ring = self._take_over(layout, digest)
 
     def export(
-        self, key: bytes, token_ids: Sequence[int], first: FirstToken, ended: bool, planes: Planes
-    ) -> tuple[Entry, tuple[int, ...]]:
-        """Write and publish one record; its entry and block checksums."""
-        mapping = self.mapping
-        kv_bytes = checked_kv_bytes(planes, len(token_ids))
-        body = checked_body(token_ids, first, kv_bytes, mapping.layout.ring_bytes)
-        extent = self._make_room(key, body)
-        start = extent.position % mapping.layout.ring_bytes
-        record = mapping.ring[start : start + body.record_bytes]
-        checksums = copy_in(record[body.data_offset :], planes)
-        described = body.describe(token_ids, checksums)
-        record[: len(described)] = described
+        self,
+        key: bytes,
+        token_ids: Sequence[int],
+        first: FirstToken,
+        ended: bool,
+        planes: Planes,
+        *,
+        pinned: bool,
+    ) -> tuple[Entry, Described]:
+        """Write and publish one record; its entry and what stands in front of its data."""
+        body, rows = measure(planes, len(token_ids))
+        layout = self.mapping.layout
+        check_fits(body, first, layout.pinned_bytes if pinned else layout.ring_bytes, pinned=pinned)
+        place = self._pin(key, body) if pinned else self._make_room(key, body)
+        try:
+            record = self.mapping.record(place, body.record_bytes)
+            checksums = copy_in(record[body.data_offset :], planes)
+            known = Described(tuple(token_ids), rows, checksums)
+            described = body.describe(known)
+            record[: len(described)] = described
+        except BaseException:
+            if pinned:
+                self._unpin(place.slot)
+            raise
+        self._sequence += 1
         entry = Entry(
-            sequence=extent.sequence,
+            sequence=self._sequence,
             key=key,
             epoch=self._epoch,
-            position=extent.position,
-            kv_bytes=kv_bytes,
+            place=place,
             published_ns=self._clock(),
             ttl_ns=self._ttl_ns,
             description_checksum=checksum(described),
-            prompt_tokens=len(token_ids),
+            body=body,
             first=first,
             ended=ended,
         )
         self._publish(entry)
-        return entry, checksums
+        return entry, known
+
+    @property
+    def pinned_free_bytes(self) -> int:
+        """Of the pinned region, perhaps in several pieces."""
+        return self._pinned.free_bytes
+
+    def release(self, key: bytes) -> bool:
+        """Take a pinned record off the index and give its place back; False if there is none."""
+        slot = self._slots.get(key, 0)
+        if slot < self.mapping.layout.index_slots:
+            return False
+        self._clear(slot)
+        return True
 
     def close(self) -> None:
         """Unmap and unlock; what was published stays."""
@@ -95,6 +128,7 @@ class ArenaWriter:
         words[Word.FINGERPRINT] = digest
         words[Word.INDEX_SLOTS] = layout.index_slots
         words[Word.RING_BYTES] = layout.ring_bytes
+        words[Word.PINNED_BYTES] = words[Word.PINNED_FREE_BYTES] = layout.pinned_bytes
         words[Word.HEARTBEAT_NS] = self._clock()
         for counter in (Word.EXPORTS, Word.EXPORTED_BYTES, Word.OVERWRITTEN):
             words[counter] = 0
@@ -103,38 +137,59 @@ class ArenaWriter:
         words[Word.EPOCH] = self._epoch
         return Ring(layout.ring_bytes, layout.index_slots, head=start)
 
-    def _make_room(self, key: bytes, body: Body) -> Extent:
-        """A place for the record, with everything that was there taken off the index."""
+    def _make_room(self, key: bytes, body: Body) -> Place:
+        """A place in the ring, with everything that was there taken off the index."""
         placement = self._ring.place(body.record_bytes)
         words = self.mapping.words
         words[Word.TAIL] = placement.tail
         for old in placement.evicted:
-            words[Word.OVERWRITTEN] += self._clear(old.sequence)
-        if former := self._sequences.get(key):
-            self._clear(former)
+            words[Word.OVERWRITTEN] += self._clear(old.slot)
+        self._supersede(key)
         words[Word.HEAD] = self._ring.head
-        return placement.extent
+        return Place(placement.extent.slot, placement.extent.position, pinned=False)
 
-    def _clear(self, sequence: int) -> bool:
+    def _pin(self, key: bytes, body: Body) -> Place:
+        """A place in the pinned region, beside that of a former record of the same handle."""
+        found = self._pinned.take(body.record_bytes)
+        if found is None:
+            free = f"{self._pinned.free_bytes} of {self._pinned.region_bytes} bytes are free"
+            raise BridgeMiss(MissReason.PINNED_FULL, f"{free}, {len(self._pinned.held)} records are held")
+        self._supersede(key)
+        self.mapping.words[Word.PINNED_FREE_BYTES] = self._pinned.free_bytes
+        slot, offset = found
+        return Place(self.mapping.layout.index_slots + slot, offset, pinned=True)
+
+    def _unpin(self, slot: int) -> None:
+        self._pinned.give_back(slot - self.mapping.layout.index_slots)
+        self.mapping.words[Word.PINNED_FREE_BYTES] = self._pinned.free_bytes
+
+    def _supersede(self, key: bytes) -> None:
+        former = self._slots.get(key)
+        if former is not None:
+            self._clear(former)
+
+    def _clear(self, slot: int) -> bool:
         """Take a record off the index; True if it had not expired.  Its slot keeps the key."""
-        words = self.mapping.words
-        offset = self.mapping.layout.slot_offset(sequence)
-        if words[offset // 8] != sequence:  # superseded, or its export broke off
+        if slot not in self._live:  # superseded, or its export broke off
             return False
-        key = bytes(self.mapping.data[offset + KEY_OFFSET :][:KEY_BYTES])
-        published_ns, ttl_ns = words[(offset + PUBLISHED_OFFSET) // 8 :][:2]
-        words[offset // 8] = 0
-        self._sequences.pop(key, None)
-        return self._clock() < published_ns + ttl_ns
+        key, expires_ns = self._live.pop(slot)
+        del self._slots[key]
+        layout = self.mapping.layout
+        self.mapping.words[layout.slot_offset(slot) // 8] = 0
+        if slot >= layout.index_slots:
+            self._unpin(slot)
+        return self._clock() < expires_ns
 
     def _publish(self, entry: Entry) -> None:
         words = self.mapping.words
-        offset = self.mapping.layout.slot_offset(entry.sequence)
-        key_offset = self.mapping.layout.key_offset(entry.sequence)
+        slot = entry.place.slot
+        offset = self.mapping.layout.slot_offset(slot)
+        key_offset = self.mapping.layout.key_offset(slot)
         self.mapping.data[key_offset : key_offset + KEY_BYTES] = entry.key
         self.mapping.data[offset : offset + SLOT_BYTES] = pack_entry(entry)
+        self._slots[entry.key] = slot
+        self._live[slot] = entry.key, entry.published_ns + entry.ttl_ns
         words[offset // 8] = entry.sequence
-        self._sequences[entry.key] = entry.sequence
         words[Word.HEARTBEAT_NS] = entry.published_ns
         words[Word.EXPORTS] += 1
-        words[Word.EXPORTED_BYTES] += entry.kv_bytes
+        words[Word.EXPORTED_BYTES] += entry.body.kv_bytes

@@ -158,7 +158,7 @@ class TransformersModel:
         logits = forward(self._loaded, self._pool, rows, chunks)
         for row in rows:
             if row.imported is not None:
-                row.imported.repair(self._pool)
+                row.imported.repair()
         ready = [i for i, row in enumerate(rows) if row.prefilled]
         generations = self._choose([rows[i] for i in ready], logits[ready]) if ready else []
         return generations, self._keep(batch_id, rows, generations)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
-from torch import Tensor
 
 from tgi_patches import kv
 from tgi_patches.bridge import Bridge, FirstToken, Record
@@ -26,16 +25,15 @@ class Imported:
     """A record whose KV is in the pool; its last slot is repaired after the one-token forward."""
 
     first: FirstToken
-    last_slot: int
-    last_kv: list[tuple[Tensor, Tensor]]
-    """Per layer K and V of the last prompt token, `[kv_heads, head_dim]`."""
+    last_slot: list[memoryview]
+    """K and V of every layer in the pool."""
+    last_kv: list[bytes]
+    """What the record holds for them."""
 
-    def repair(self, pool: KVPool) -> None:
+    def repair(self) -> None:
         """A one-row GEMM rounds differently from the prompt's: put the exported values back."""
-        for layer, (k, v) in enumerate(self.last_kv):
-            pool_k, pool_v = pool.flat(layer)
-            pool_k[self.last_slot] = k
-            pool_v[self.last_slot] = v
+        for slot, exported in zip(self.last_slot, self.last_kv, strict=True):
+            slot[:] = exported
 
 
 class Relay:
@@ -50,7 +48,7 @@ class Relay:
         failed: Callable[[str, MissReason], None],
     ) -> None:
         self._bridge = bridge
-        self._pool = pool
+        self._bytes = kv.PoolBytes(pool.layers)
         self._published = published
         self._failed = failed
         self.exports: Counter[str] = Counter()
@@ -61,7 +59,7 @@ class Relay:
     ) -> None:
         """Publish the KV of the whole prompt (`slots[p]` for position p) and its first token."""
         try:
-            planes = kv.planes(self._pool.layers, kv.runs(slots))
+            planes = self._bytes.planes(kv.runs(slots))
             self._bridge.export(tag.handle, token_ids, first, ended, planes)
         except BridgeMiss as miss:
             self._export_failed(tag.handle, miss.reason, str(miss))
@@ -88,14 +86,12 @@ class Relay:
 
     def _read(self, tag: GetTag, token_ids: Sequence[int], slots: Sequence[int]) -> Imported:
         record: Record = self._bridge.lookup(tag.shard, tag.epoch, tag.handle)
-        if list(record.token_ids) != list(token_ids):
+        if record.token_ids != tuple(token_ids):
             raise BridgeMiss(MissReason.TOKENS_DIFFER, "the two shards tokenized the prompt differently")
-        planes = kv.planes(self._pool.layers, kv.runs(slots))
+        planes = self._bytes.planes(kv.runs(slots))
         self._bridge.read_into(record, planes, len(token_ids))
-        last = slots[-1]
-        layers = range(len(self._pool.layers))
-        last_kv = [(k[last].clone(), v[last].clone()) for k, v in map(self._pool.flat, layers)]
-        return Imported(record.first, last, last_kv)
+        last_slot = [run for (run,) in self._bytes.planes([(slots[-1], 1)])]
+        return Imported(record.first, last_slot, [bytes(run) for run in last_slot])
 
     def _export_failed(self, handle: str, reason: MissReason, detail: str) -> None:
         self.exports[str(reason)] += 1

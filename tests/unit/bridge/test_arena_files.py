@@ -248,7 +248,7 @@ def test_virtual_offsets_grow_across_restarts(open_bridge: Open) -> None:
     for epoch in range(1, 4):
         writer = open_bridge("p", epoch=epoch)
         export(writer, 1)
-        positions.append(writer.own_lookup(handle(1)).position)
+        positions.append(writer.own_lookup(handle(1)).place.position)
         writer.close()
     assert positions[0] < positions[1] < positions[2]
 

@@ -86,14 +86,14 @@ def test_a_raised_tail_alone_takes_records_away(open_bridge: Open, root: Path) -
     export(writer, 1)
     record = reader.lookup("p", 1, handle(1))
     target = [[memoryview(bytearray(16))]]
-    set_word(arena_file(root), Word.TAIL, record.position)
+    set_word(arena_file(root), Word.TAIL, record.place.position)
     reader.read_into(record, target, 2)
-    set_word(arena_file(root), Word.TAIL, record.position + 1)
+    set_word(arena_file(root), Word.TAIL, record.place.position + 1)
     assert reason_of(reader.read_into, record, target, 2) == MissReason.OVERWRITTEN
     assert reason_of(reader.lookup, "p", 1, handle(1)) == MissReason.OVERWRITTEN
 
 
-@pytest.mark.parametrize("byte", range(8, 168, 8))
+@pytest.mark.parametrize("byte", range(8, 176, 8))
 def test_a_damaged_slot_is_noticed(open_bridge: Open, root: Path, byte: int) -> None:
     """8 and on: its checksum, the handle, place and description."""
     writer, reader = open_bridge("p"), open_bridge("d")
@@ -153,7 +153,7 @@ def test_everything_is_announced_before_the_first_byte_is_overwritten(open_bridg
     kv = bytes(range(256)) * 64
     for number in (1, 2, 3):
         export(writer, number, kv)
-    first, second = (writer.own_lookup(handle(number)).position for number in (1, 2))
+    first, second = (writer.own_lookup(handle(number)).place.position for number in (1, 2))
     assert get_word(arena_file(root), Word.TAIL) == first
     seen: list[tuple[int, int, int, bool]] = []
 

@@ -169,7 +169,7 @@ class BridgeLife(RuleBasedStateMachine):
             if isinstance(record, MissReason):
                 continue
             if (record.epoch, record.sequence) == (made.epoch, made.sequence):
-                start = record.position % RING_BYTES
+                start = record.place.position % RING_BYTES
                 found.append((start, start + 4 * len(record.token_ids) + record.kv_bytes))
         return found
 

@@ -23,12 +23,13 @@ def test_a_ring_never_gives_away_live_bytes(ring_lines: int, slots: int, sizes: 
     for number, size in enumerate(sizes, start=1):
         placement = ring.place(size)
         start = placement.extent.position
-        assert placement.extent.sequence == number
+        assert placement.extent.slot == number % slots
         assert start % 64 == 0
         assert start % ring_bytes + size <= ring_bytes
         for old in placement.evicted:
-            assert live.pop(old.sequence)[0] < placement.tail
-        live[number] = (start, start + size)
+            assert live.pop(old.slot)[0] < placement.tail
+        assert placement.extent.slot not in live
+        live[placement.extent.slot] = (start, start + size)
         assert min(span[0] for span in live.values()) == placement.tail
         assert len(live) <= slots
         places = sorted((a % ring_bytes, a % ring_bytes + b - a) for a, b in live.values())
