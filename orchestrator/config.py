@@ -147,6 +147,10 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+LIKE_ENOUGH = 1.0
+"""Of at most 2, one for the whole key and one for its last part."""
+
+
 def _unknown(key: str) -> str:
     last = key.rpartition(".")[2]
 
@@ -157,6 +161,8 @@ def _unknown(key: str) -> str:
     if key in (known := _names()):
         return f"{key} is a section; give its keys one by one."
     nearest = max(sorted(known), key=likeness)
+    if likeness(nearest) < LIKE_ENOUGH:
+        return f"there is no key {key!r}; `config show` lists all."
     return f"there is no key {key!r}; the nearest one is {nearest!r}."
 
 

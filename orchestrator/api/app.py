@@ -106,5 +106,7 @@ async def _no_such_route(_: Request, error: Exception) -> Response:
 
 
 async def _our_bug(request: Request, error: Exception) -> Response:
-    log.error("request_failed", path=request.url.path, error=type(error).__name__)
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    log.error("request_failed", path=request.url.path, error=type(error).__name__, exc_info=error)
     return JSONResponse({"error": "Internal error", "error_type": "internal"}, 500)

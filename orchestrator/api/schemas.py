@@ -318,11 +318,15 @@ def parse_body(model: type[Body], body: bytes) -> tuple[Body, dict[str, Any]]:
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON object, or InvalidRequest."""
+    """A JSON object that can be written again, or InvalidRequest."""
     try:
         raw = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"Failed to parse the request body as JSON: {error}") from None
+    try:
+        orjson.dumps(raw)  # it reads deeper nesting than it writes, and a leg is written anew
+    except orjson.JSONEncodeError:
+        raise InvalidRequest("Failed to parse the request body as JSON: it is nested too deeply") from None
     if not isinstance(raw, dict):
         raise InvalidRequest("Failed to deserialize the JSON body into the target type: expected an object")
     return raw

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.deployment.state import State
+from tgi_patches.contract import Role
 
 PROGRAM = "tgi-orchestrator"
 QUESTION = {
@@ -39,10 +40,12 @@ def banner(state: State, *, detached: bool) -> str:
     program = _program()
     name = "" if state.deployment == "default" else f" -d {state.deployment}"
     last = state.specs[-1].shard
+    paired = {Role.PREFILL, Role.DECODE} <= {spec.role for spec in state.specs}
+    proof = [(f"{program} verify{name}", "proves that the pair answers exactly as one shard does")]
     tries = [
         (f"{program} status{name}", "shards, and what is promised on them"),
         (f"{program} bench interference --quick", "what mixing the phases costs on this machine"),
-        (f"{program} verify{name}", "proves that the pair answers exactly as one shard does"),
+        *(proof if paired else []),
         (f"{program} logs {last} -f{name}", "what a shard writes"),
         (f"{program} down{name}" if detached else "Ctrl-C", "stops everything"),
     ]

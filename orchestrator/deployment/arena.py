@@ -6,6 +6,7 @@ Shards create and use them; this module knows only where they stand.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from pathlib import Path
 
@@ -19,11 +20,27 @@ def free_bytes(directory: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
+def _written(path: Path) -> bool:
+    """True while a shard holds the file's lock."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def remove_arenas(directory: Path, deployment: str) -> None:
-    """Remove the deployment's arena files and the folders that are empty then."""
+    """Remove the deployment's arena files and the folders that are empty then.
+
+    A file whose writer lives is somebody else's: state folders differ, arenas of a name do not.
+    """
     folder = directory / deployment
     for path in folder.glob(FILES):
-        path.unlink(missing_ok=True)
+        if not _written(path):
+            path.unlink(missing_ok=True)
     for empty in (folder, directory):
         with contextlib.suppress(OSError):
             empty.rmdir()

@@ -84,7 +84,7 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
     folder = StateFolder.of(settings.deployment, os.environ)
     folder.create()
     with folder.locked():
-        _clean_up(folder)
+        clean_up(folder)
         _clean_up_beside(folder)
         folder.clear_logs()
         with contextlib.closing(bound_socket(settings.gateway.host, settings.gateway.port)) as listener:
@@ -94,13 +94,17 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
             yield Order(loaded, plan, folder, listener)
 
 
-def _clean_up(folder: StateFolder) -> None:
-    """Remove what an `up` left behind that was killed: we hold its lock, so it is gone."""
+def clean_up(folder: StateFolder) -> bool:
+    """Remove what an `up` left behind that was killed; True if there was anything.
+
+    The caller holds the folder's lock, so that `up` is gone.
+    """
     left = folder.read()
     if left is not None:
         remove_arenas(Path(left.arena_dir), left.deployment)
         remove_left_over(left.redis_url)
         folder.forget()
+    return left is not None
 
 
 def _clean_up_beside(folder: StateFolder) -> None:
@@ -108,7 +112,7 @@ def _clean_up_beside(folder: StateFolder) -> None:
     for other in folder.abandoned():
         # Whoever holds its lock is starting it right now, and cleans up itself.
         with contextlib.suppress(ConfigError), other.locked():
-            _clean_up(other)
+            clean_up(other)
             if other.path.name.startswith(TEMPORARY):
                 shutil.rmtree(other.path, ignore_errors=True)
 
@@ -137,7 +141,8 @@ async def deployed(order: Order, progress: Progress) -> AsyncIterator[Running]:
         progress.done(f"Redis at {shown}" if given else "Redis of its own")
         state = _state_of(order, shown)
         order.folder.write(state)
-        progress.step(f"Starting {len(order.plan.specs)} shards and the gateway")
+        count = len(order.plan.specs)
+        progress.step(f"Starting {count} {'shard' if count == 1 else 'shards'} and the gateway")
         conductor, conducting = await stack.enter_async_context(_conducting(order, redis_url))
         gateway = await stack.enter_async_context(_gateway(order, redis_url).running())
         parts = (conducting, gateway)

@@ -139,7 +139,8 @@ class StateFolder:
     def _already(self) -> str:
         name, state = self.path.name, self.running()
         where = f" at {state.url} (process {state.pid})" if state else ""
-        return f"The deployment {name!r} already runs{where}: stop it with `tgi-orchestrator down`."
+        flag = "" if name == "default" else f" -d {name}"
+        return f"The deployment {name!r} already runs{where}: stop it with `tgi-orchestrator down{flag}`."
 
 
 def started_ticks(pid: int) -> int | None:

@@ -23,10 +23,11 @@ from typing import TextIO
 from tgi_patches.bridge import FirstToken, Record
 from tgi_patches.bridge.arena import ArenaBridge
 from tgi_patches.bridge.layout import Word
-from tgi_patches.contract import BridgeMiss, Fingerprint, new_epoch
+from tgi_patches.contract import BridgeMiss, Fingerprint, MissReason, new_epoch
 
 FINGERPRINT = Fingerprint("stress", "r1", "tok", "float32", "float32", layers=2, kv_heads=3, head_dim=64)
 RING_BYTES = 2**20
+PINNED_BYTES = 2**18
 SLOTS = 32
 REPORT_EVERY = 100
 HITS = 100
@@ -70,18 +71,46 @@ def cut(data: bytearray | bytes, tokens: int, noise: random.Random) -> list[memo
 
 
 def open_bridge(root: Path, shard: str, epoch: int, ring_bytes: int) -> ArenaBridge:
-    return ArenaBridge(root, "stress", shard, 0, epoch, FINGERPRINT, ring_bytes, 0.5, index_slots=SLOTS)
+    return ArenaBridge(
+        root,
+        "stress",
+        shard,
+        0,
+        epoch,
+        FINGERPRINT,
+        ring_bytes,
+        0.5,
+        pinned_bytes=PINNED_BYTES,
+        index_slots=SLOTS,
+    )
 
 
 def write_for_ever(root: Path) -> None:
     epoch = new_epoch()
     bridge = open_bridge(root, "p", epoch, RING_BYTES)
     noise = random.Random(epoch)
+    pinned: collections.deque[str] = collections.deque()
     for number in range(2**62):
         handle = handle_of(epoch, number)
         truth = truth_of(handle)
         views = [cut(plane, len(truth.ids), noise) for plane in truth.planes]
-        bridge.export(handle, truth.ids, truth.first, truth.ended, views)
+        if noise.random() < 0.6:
+            bridge.export(handle, truth.ids, truth.first, truth.ended, views)
+            continue
+        while not pin(bridge, handle, truth, views):
+            bridge.release(pinned.popleft())
+        pinned.append(handle)
+
+
+def pin(bridge: ArenaBridge, handle: str, truth: Truth, views: list[list[memoryview]]) -> bool:
+    """False while the pinned region has no room for it."""
+    try:
+        bridge.export(handle, truth.ids, truth.first, truth.ended, views, pinned=True)
+    except BridgeMiss as miss:
+        if miss.reason != MissReason.PINNED_FULL:
+            raise
+        return False
+    return True
 
 
 def read_for_ever(root: Path) -> None:
@@ -111,11 +140,12 @@ def header_of(path: Path) -> tuple[int, int]:
 
 
 def read_one(bridge: ArenaBridge, epoch: int, handle: str, noise: random.Random) -> str:
-    """`hit`, or where and why it was a miss; a hit is compared byte by byte."""
+    """`hit` or `pinned_hit`, or where and why it was a miss; a hit is compared byte by byte."""
     try:
         record = bridge.lookup("p", epoch, handle)
     except BridgeMiss as miss:
         return f"lookup_{miss.reason}"
+    place = "pinned_" if record.place.pinned else ""
     truth = truth_of(handle)
     tokens = noise.choice([len(truth.ids), max(1, len(truth.ids) - 1)])
     sizes = [len(plane) // len(truth.ids) * tokens for plane in truth.planes]
@@ -123,14 +153,14 @@ def read_one(bridge: ArenaBridge, epoch: int, handle: str, noise: random.Random)
     try:
         bridge.read_into(record, [cut(target, tokens, noise) for target in targets], tokens)
     except BridgeMiss as miss:
-        return f"read_{miss.reason}"
+        return f"{place}read_{miss.reason}"
     if not matches(record, truth) or any(
         t != p[: len(t)] for t, p in zip(targets, truth.planes, strict=True)
     ):
         sys.stdout.write(json.dumps({"wrong": 1}) + "\n")
         sys.stdout.flush()
         sys.exit(WRONG)
-    return "hit"
+    return f"{place}hit"
 
 
 def matches(record: Record, truth: Truth) -> bool:
@@ -167,7 +197,8 @@ class Stress:
     def enough(self, log: TextIO) -> bool:
         """Both sides have worked: a slow machine gets more time for it."""
         counts = counted(log)
-        return counts["hit"] >= HITS and overtaken(counts) >= 1 and len(self.epochs) >= 2
+        hits = min(counts["hit"], counts["pinned_hit"])
+        return hits >= HITS and overtaken(counts) >= 1 and len(self.epochs) >= 2
 
     def start(self, kind: str, stdout: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, __file__, kind, str(self.root / "arenas")]
@@ -211,7 +242,7 @@ def test_no_wrong_byte_is_accepted_while_both_sides_are_killed() -> None:
     found = stress(float(os.environ.get("ARENA_STRESS_S", "5")), seed=1)
     assert found.counts["wrong"] == 0
     assert found.kills.keys() == {"writer", "reader"}, "a child ended by itself"
-    assert found.counts["hit"] >= HITS
+    assert min(found.counts["hit"], found.counts["pinned_hit"]) >= HITS
     assert overtaken(found.counts) >= 1, "never overtaken"
     assert len(found.epochs) >= 2
 

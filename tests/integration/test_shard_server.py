@@ -287,6 +287,10 @@ async def test_tokenize_reports_where_each_token_stands(prefill: httpx.AsyncClie
     tokens = (await prefill.post("/tokenize", json={"inputs": PROMPT})).json()
     assert "".join(token["text"] for token in tokens) == PROMPT
     assert all(PROMPT[token["start"] : token["stop"]] == token["text"] for token in tokens)
+    text = "h\u00e9 a"  # offsets are in bytes, as TGI's: the accent takes two
+    tokens = (await prefill.post("/tokenize", json={"inputs": text})).json()
+    assert tokens[-1]["stop"] == 5
+    assert (tokens[-1]["text"], tokens[-1]["start"]) in ((" a", 3), ("a", 4))
 
 
 def test_limits_over_the_model_and_a_pool_that_is_too_small_are_refused(

@@ -195,6 +195,11 @@ def test_down_stops_the_process_of_the_state_file_and_no_other(tmp_path: Path) -
     ticks = started_ticks(child.pid) or 0
     state = State("blue", child.pid, ticks + 1, "http://x", "unix:///r", "tiny", "float32", "/a", (spec,))
     folder.write(state)
+    killed = run("down", "--deployment", "blue")
+    assert (killed.exit_code, sentence(killed)) == (
+        0,
+        "'blue' had been killed: what it left behind is removed.",
+    )
     assert run("down", "--deployment", "blue").exit_code == 3
     assert child.poll() is None
     folder.write(State.from_json(state.to_json().replace(str(ticks + 1), str(ticks))))

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from orchestrator.api import schemas
-from orchestrator.api.schemas import ChatRequest, GenerateBody, parse_body
+from orchestrator.api.schemas import ChatRequest, GenerateBody, parse_body, parse_json
 from orchestrator.core.validation import GenerateParameters, absent_parameters
 from orchestrator.errors import InvalidRequest
 
@@ -141,3 +141,10 @@ def test_chat_logprobs_pad_missing_top_lists() -> None:
 )
 def test_finish_reasons_of_the_chat_route(reason: Any, name: str) -> None:
     assert schemas.openai_reason(reason) == name
+
+
+def test_json_that_is_nested_too_deeply_to_be_written_again_is_refused() -> None:
+    deep = b'{"inputs":"a","x":' + b"[" * 300 + b"]" * 300 + b"}"
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        parse_json(deep)
+    assert parse_json(b'{"inputs":"a","x":' + b"[" * 100 + b"]" * 100 + b"}")["inputs"] == "a"

@@ -48,6 +48,8 @@ class RecordingModel:
     ) -> tuple[list[Generation], CachedBatch | None]:
         self.calls.append(("prefill", *(r.chunk_len or len(r.input_ids) for r in batch.requests)))
         await self._step()
+        if cached is None and not batch.wanted():
+            return [], None
         joined = {} if cached is None else self._batches.pop(cached.id)
         self._left |= {r.id: len(r.input_ids) - r.chunk_len for r in batch.requests if r.chunk_len}
         self._batches[batch.id] = joined | {r.id: r for r in batch.requests}
@@ -207,6 +209,20 @@ async def test_a_reader_that_leaves_is_dropped_after_the_running_step() -> None:
         assert await stays == [1, 2, 3]
         assert model.calls == [("prefill", 1, 2), ("filter", 1), ("decode", 1), ("decode", 1)]
         assert loop.kv_tokens_used == 0
+
+
+async def test_a_prefill_that_the_model_gives_up_leaves_nothing_behind() -> None:
+    async with running_loop() as (loop, model):
+        leaves = asyncio.create_task(collect(loop, request(2, 100)))
+        await until(model, 1)
+        leaves.cancel()
+        await asyncio.gather(leaves, return_exceptions=True)
+        model.allow.release()
+        model.allow.release()
+        model.allow.release()
+        assert await collect(loop, request(1, 2)) == [1, 2]
+        assert model.calls == [("prefill", 2), ("prefill", 1), ("decode", 1)]
+        assert (loop.running, loop.kv_tokens_used) == (0, 0)
 
 
 async def test_a_reader_that_leaves_while_waiting_is_never_prefilled() -> None:

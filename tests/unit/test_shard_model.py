@@ -216,6 +216,21 @@ async def test_top_n_tokens_are_the_likeliest_in_order(world: World) -> None:
         assert logprobs == sorted(logprobs, reverse=True)
 
 
+async def test_a_prefill_that_nobody_reads_is_given_up_between_layers(world: World) -> None:
+    model, _ = world.model()
+    asked = 0
+
+    def wanted() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked < 2
+
+    batch = Batch(1, (request(1, ids_of(world.loaded, PROMPT), 5),), wanted)
+    assert await model.prefill(batch) == ([], None)
+    assert asked == 2 == world.loaded.layers
+    assert len((await run(model, request(2, ids_of(world.loaded, PROMPT), 5)))[2]) == 5
+
+
 @pytest.mark.parametrize("chunk", [0, 2])
 async def test_prompt_logprobs_are_those_of_one_full_forward(
     world: World, reference: Any, chunk: int

@@ -32,6 +32,7 @@ from tgi_patches.contract import BridgeMiss, Fingerprint, MissReason
 class _Peer:
     """A mapped arena and the file it came from (device, inode)."""
 
+    path: Path
     file: tuple[int, int]
     mapping: Mapping
     reader: ArenaReader
@@ -150,13 +151,14 @@ class ArenaBridge:
         if shard == self._shard and self._own is not None:
             return self._own
         peer = self._peers.get(shard)
-        if peer is None or peer.file != self._file_of(shard):
+        if peer is None or peer.file != _file_at(peer.path):
             self._forget_replaced()
             peer = self._peers[shard] = self._map(shard)
         return peer.reader
 
     def _map(self, shard: str) -> _Peer:
-        fd = open_for_reading(self._path(shard))
+        path = arena_path(self._directory, self._deployment, shard, self._rank)
+        fd = open_for_reading(path)
         try:
             layout = read_layout(fd)
             if layout is None:
@@ -168,21 +170,19 @@ class ArenaBridge:
         finally:
             os.close(fd)
         reader = ArenaReader(mapping, shard, self._digest, self._clock)
-        return _Peer((found.st_dev, found.st_ino), mapping, reader)
+        return _Peer(path, (found.st_dev, found.st_ino), mapping, reader)
 
     def _forget_replaced(self) -> None:
         """Unmap every file that was unlinked: a mapping keeps its memory from being freed."""
         for shard, peer in list(self._peers.items()):
-            if peer.file != self._file_of(shard):
+            if peer.file != _file_at(peer.path):
                 del self._peers[shard]
                 peer.mapping.close()
 
-    def _file_of(self, shard: str) -> tuple[int, int] | None:
-        try:
-            found = os.lstat(self._path(shard))
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
 
-    def _path(self, shard: str) -> Path:
-        return arena_path(self._directory, self._deployment, shard, self._rank)
+def _file_at(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -6,7 +6,7 @@ A step packs the rows of all requests into one sequence: tensors are [1, heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -74,6 +74,10 @@ class Rule:
     softcap: float | None
 
 
+class Abandoned(Exception):
+    """Nobody wants the result of the running step."""
+
+
 @dataclass(slots=True)
 class Step:
     """What the attention function needs beside q, k and v; lives for one forward."""
@@ -84,6 +88,8 @@ class Step:
     """Where each packed row's K and V go, int64 [rows]."""
     write_start: int
     """First of `write_slots` if they are one run, else -1."""
+    wanted: Callable[[], bool]
+    """False when the step need not be finished; asked once a layer."""
     layers_seen: int = 0
 
 
@@ -107,6 +113,8 @@ def paged_attention(
         raise RuntimeError("attention sinks are not supported")
     step = paged_step
     step.layers_seen += 1
+    if not step.wanted():
+        raise Abandoned
     pool_k, pool_v = step.pool.flat(module.layer_idx)  # type: ignore[arg-type]
     _write(pool_k, key[0].transpose(0, 1), step)
     _write(pool_v, value[0].transpose(0, 1), step)

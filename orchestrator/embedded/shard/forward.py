@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -57,12 +58,15 @@ class Row:
         return _LOGPROB_CHUNK if self.request.prefill_logprobs else self.prompt_tokens
 
 
-def forward(loaded: Loaded, pool: KVPool, rows: list[Row], chunks: list[int]) -> Tensor:
+def forward(
+    loaded: Loaded, pool: KVPool, rows: list[Row], chunks: list[int], wanted: Callable[[], bool]
+) -> Tensor:
     """Run the next `chunks[i]` tokens of row i; float32 logits [rows, vocab] of each row's last one.
 
-    Advances `kv_tokens`, and `prompt_logprobs` of the rows that want them.
+    Advances `kv_tokens`, and `prompt_logprobs` of the rows that want them.  Raises Abandoned as soon
+    as `wanted` says no.
     """
-    packed = _pack(pool, rows, chunks)
+    packed = _pack(pool, rows, chunks, wanted)
     output = loaded.model(
         input_ids=torch.tensor([packed.ids]),
         position_ids=torch.tensor([packed.positions]),
@@ -95,7 +99,7 @@ class _Packed:
     step: Step
 
 
-def _pack(pool: KVPool, rows: list[Row], chunks: list[int]) -> _Packed:
+def _pack(pool: KVPool, rows: list[Row], chunks: list[int], step_wanted: Callable[[], bool]) -> _Packed:
     ids: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
@@ -110,7 +114,7 @@ def _pack(pool: KVPool, rows: list[Row], chunks: list[int]) -> _Packed:
         write_slots.extend(row.request.slots[begin:end])
         kept.append(chunk if row.scored else 1)
         wanted.extend(range(len(ids) - kept[-1], len(ids)))
-    step = Step(pool, spans, torch.tensor(write_slots), consecutive_start(write_slots))
+    step = Step(pool, spans, torch.tensor(write_slots), consecutive_start(write_slots), step_wanted)
     return _Packed(ids, positions, wanted, kept, step)
 
 

@@ -155,6 +155,7 @@ class Loop:
     async def _prefill(self, batch: Batch, cached: CachedBatch | None = None) -> CachedBatch | None:
         generations, cached = await self._model.prefill(batch, cached)
         self._deliver(generations)
+        self._drop_given_up(batch, cached)
         return await self._filtered(cached)
 
     async def _decode(self, batches: list[CachedBatch]) -> CachedBatch | None:
@@ -173,6 +174,13 @@ class Loop:
             entry.steps.put_nowait(generation)
             if generation.generated_text is not None:
                 self._drop(entry)
+
+    def _drop_given_up(self, batch: Batch, cached: CachedBatch | None) -> None:
+        """Requests that a model left out because nobody reads them."""
+        kept = () if cached is None else cached.request_ids
+        for request in batch.requests:
+            if request.id in self._running and request.id not in kept:
+                self._drop(self._running[request.id])
 
     async def _filtered(self, cached: CachedBatch | None) -> CachedBatch | None:
         """Drop the requests whose reader left."""
@@ -211,7 +219,8 @@ class Loop:
         if not taken:
             return None
         self._running.update((entry.request.id, entry) for entry in taken)
-        return Batch(next(self._batch_ids), tuple(entry.request for entry in taken))
+        requests = tuple(entry.request for entry in taken)
+        return Batch(next(self._batch_ids), requests, lambda: not all(entry.closed for entry in taken))
 
     def _take(self, entry: Entry, chunk: int) -> bool:
         """Give the request its blocks; False where too few are free."""

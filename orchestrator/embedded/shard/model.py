@@ -17,7 +17,7 @@ from torch import Tensor
 from tgi_patches.bridge import FirstToken
 from tgi_patches.contract import GetTag, PutTag, parse_tag
 
-from .attention import KVPool, consecutive_start
+from .attention import Abandoned, KVPool, consecutive_start
 from .choose import Chooser
 from .forward import Row, forward
 from .loading import Loaded
@@ -125,11 +125,14 @@ class TransformersModel:
             joined = self._batches.pop(cached.id)
             chunks += self._next_chunks(joined)
             rows += joined
-        return self._step(cached.id if cached else batch.id, rows, chunks)
+        try:
+            return self._step(cached.id if cached else batch.id, rows, chunks, _wanted(batch, cached))
+        except Abandoned:
+            return [], None
 
     def _decode(self, batch_ids: Sequence[int]) -> tuple[list[Generation], CachedBatch | None]:
         rows = [row for batch_id in batch_ids for row in self._batches.pop(batch_id, [])]
-        return self._step(batch_ids[0], rows, self._next_chunks(rows))
+        return self._step(batch_ids[0], rows, self._next_chunks(rows), _always)
 
     def _first_chunk(self, row: Row) -> int:
         left = row.prompt_tokens - row.kv_tokens
@@ -152,10 +155,10 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _step(
-        self, batch_id: int, rows: list[Row], chunks: list[int]
+        self, batch_id: int, rows: list[Row], chunks: list[int], wanted: Callable[[], bool]
     ) -> tuple[list[Generation], CachedBatch | None]:
         """One forward over `chunks[i]` new tokens of row i; rows whose prompt is complete get a token."""
-        logits = forward(self._loaded, self._pool, rows, chunks)
+        logits = forward(self._loaded, self._pool, rows, chunks, wanted)
         for row in rows:
             if row.imported is not None:
                 row.imported.repair()
@@ -249,6 +252,15 @@ class TransformersModel:
     def _ending(self, row: Row, reason: FinishReason) -> GeneratedText:
         seed = row.chooser.seed if row.chooser.sampling.do_sample else None
         return GeneratedText(row.text.generated_text(), row.stop.tokens, reason, seed)
+
+
+def _wanted(batch: Batch, cached: CachedBatch | None) -> Callable[[], bool]:
+    """A step that running requests take along is always wanted."""
+    return batch.wanted if cached is None else _always
+
+
+def _always() -> bool:
+    return True
 
 
 def _top(logprobs: Tensor, n: int) -> list[tuple[int, float]]:

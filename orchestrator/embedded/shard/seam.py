@@ -6,6 +6,7 @@ implementation is `model.TransformersModel`; a second one drives TGI's own Pytho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -55,10 +56,21 @@ class Request:
     """Report the log probability of every prompt token."""
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
+    """Requests that begin together."""
+
     id: int
     requests: tuple[Request, ...]
+    wanted: Callable[[], bool] = _always
+    """False once nobody reads any of them: a model may then give up and yield nothing for them.
+
+    May be called from any thread.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import structlog
@@ -144,9 +145,11 @@ class ShardServer:
         return Response(reply.to_json(), media_type="application/json")
 
     def _simple_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[answers.SimpleToken]:
+        places = self.service.offsets(text, add_special_tokens=add_special_tokens)
+        at_byte = list(accumulate((len(character.encode()) for character in text), initial=0))
         return [
-            answers.SimpleToken(id=token_id, text=text[start:stop], start=start, stop=stop)
-            for token_id, start, stop in self.service.offsets(text, add_special_tokens=add_special_tokens)
+            answers.SimpleToken(id=token_id, text=text[start:stop], start=at_byte[start], stop=at_byte[stop])
+            for token_id, start, stop in places
         ]
 
     # --- state ---

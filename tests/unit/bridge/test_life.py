@@ -22,6 +22,7 @@ from tgi_patches.contract import BridgeMiss, Fingerprint, MissReason
 
 FINGERPRINT = Fingerprint("smol", "r1", "tok", "float32", "float32", layers=2, kv_heads=3, head_dim=64)
 RING_BYTES = 65536
+PINNED_BYTES = 8192
 TTL_NS = 1000
 SLOTS = 8
 GUARD = 0x5A
@@ -51,12 +52,19 @@ class Made:
     first: FirstToken
     planes: tuple[bytes, ...]
     record: Record
+    pinned: bool
 
     @property
     def footprint(self) -> int:
         """An upper bound of its bytes in the ring."""
         data = sum(len(plane) for plane in self.planes)
-        return data + 4 * len(self.ids) + 8 * (data // 262144 + 1) + 3 * 64
+        return data + 4 * len(self.ids) + 12 * len(self.planes) + 3 * 64
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Ids and rows of 4 bytes, a checksum of 8 per plane, then the data, each in whole lines of 64."""
+        front = -(-4 * (len(self.ids) + len(self.planes)) // 8) * 8 + 8 * len(self.planes)
+        return -(-front // 64) * 64 + -(-sum(map(len, self.planes)) // 64) * 64
 
 
 def fragments(data: bytearray, noise: random.Random, row: int) -> list[memoryview]:
@@ -90,6 +98,7 @@ class BridgeLife(RuleBasedStateMachine):
         self.clock = Clock()
         self.epoch = 1
         self.history: list[Made] = []
+        self.pinned: dict[str, Made] = {}
         self.owner = self.open_owner(self.epoch)
         self.reader = self.open_reader()
 
@@ -99,8 +108,10 @@ class BridgeLife(RuleBasedStateMachine):
         tokens=st.integers(1, 40),
         rows=st.lists(st.integers(1, 120), min_size=1, max_size=3),
         seed=st.integers(0, 2**32),
+        pinned=st.booleans(),
     )
-    def export(self, name: int, tokens: int, rows: list[int], seed: int) -> Made:
+    def export(self, name: int, tokens: int, rows: list[int], seed: int, pinned: bool) -> Made:
+        """What does not fit into the pinned region goes to the ring."""
         noise = random.Random(seed)
         planes = tuple(noise.randbytes(tokens * row) for row in rows)
         ids = tuple(noise.randrange(2**32) for _ in range(tokens))
@@ -108,10 +119,22 @@ class BridgeLife(RuleBasedStateMachine):
         first = FirstToken(noise.randrange(2**32), -noise.random(), top)
         views = [fragments(bytearray(p), noise, row) for p, row in zip(planes, rows, strict=True)]
         handle = f"{name:032x}"
-        record = self.owner.export(handle, ids, first, bool(seed % 2), views)
-        made = Made(handle, self.epoch, record.sequence, self.clock.now_ns, ids, first, planes, record)
+        record = or_reason(self.owner.export, handle, ids, first, bool(seed % 2), views, pinned=pinned)
+        if isinstance(record, MissReason):
+            assert pinned
+            assert record in (MissReason.PINNED_FULL, MissReason.LAYOUT)
+            return self.export(name, tokens, rows, seed, pinned=False)
+        now_ns = self.clock.now_ns
+        made = Made(handle, self.epoch, record.sequence, now_ns, ids, first, planes, record, pinned)
         self.history.append(made)
+        self.pinned.pop(handle, None)
+        if pinned:
+            self.pinned[handle] = made
         return made
+
+    @rule(wanted=made)
+    def release(self, wanted: Made) -> None:
+        assert self.owner.release(wanted.handle) == (self.pinned.pop(wanted.handle, None) is not None)
 
     @rule(wanted=made, share=st.floats(0, 1), seed=st.integers(0, 2**32))
     def read(self, wanted: Made, share: float, seed: int) -> None:
@@ -122,7 +145,8 @@ class BridgeLife(RuleBasedStateMachine):
             return
         newest = [made for made in self.history if made.handle == wanted.handle][-1]
         assert (record.epoch, record.sequence) == (newest.epoch, newest.sequence)
-        assert self.clock.now_ns < newest.made_ns + TTL_NS
+        assert newest.pinned or self.clock.now_ns < newest.made_ns + TTL_NS
+        assert newest.pinned == (self.pinned.get(newest.handle) is newest)
         assert record == newest.record
         assert (record.token_ids, record.first) == (newest.ids, newest.first)
         self.check_bytes(record, newest, share, random.Random(seed))
@@ -146,48 +170,59 @@ class BridgeLife(RuleBasedStateMachine):
     def restart_the_owner(self) -> None:
         self.owner.close()
         self.epoch += 1
+        self.pinned.clear()
         self.owner = self.open_owner(self.epoch)
 
     @rule(wanted=made, seed=st.integers(0, 2**32))
     def export_the_same_handle_again(self, wanted: Made, seed: int) -> None:
-        self.export(int(wanted.handle, 16), 3, [10, 20], seed)
+        self.export(int(wanted.handle, 16), 3, [10, 20], seed, pinned=seed % 3 == 0)
 
     @invariant()
     def live_records_never_overlap(self) -> None:
-        """By their places, for bridges that have places."""
-        spans = sorted(self.spans())
-        for (_, end), (start, _) in pairwise(spans):
-            assert end <= start
-        assert all(end <= RING_BYTES for _, end in spans)
-        assert len(spans) <= SLOTS
+        """By their places: those of the ring in the ring, the pinned ones in their region."""
+        for pinned, room in ((False, RING_BYTES), (True, PINNED_BYTES)):
+            spans = sorted(self.spans(pinned=pinned))
+            for (_, end), (start, _) in pairwise(spans):
+                assert end <= start
+            assert all(end <= room for _, end in spans)
+            assert pinned or len(spans) <= SLOTS
 
-    def spans(self) -> list[tuple[int, int]]:
-        """(start, end) in the ring of the description and data of every live record."""
+    @invariant()
+    def no_pinned_byte_is_lost(self) -> None:
+        held = sum(made.pinned_bytes for made in self.pinned.values())
+        assert self.owner.pinned_free_bytes + held == PINNED_BYTES
+        assert len(self.spans(pinned=True)) == len(self.pinned)
+
+    def spans(self, *, pinned: bool) -> list[tuple[int, int]]:
+        """(start, end) of the description and data of every live record."""
         found = []
         for made in self.history:
             record = or_reason(self.owner.own_lookup, made.handle)
             if isinstance(record, MissReason):
                 continue
-            if (record.epoch, record.sequence) == (made.epoch, made.sequence):
-                start = record.place.position % RING_BYTES
+            if (record.epoch, record.sequence, made.pinned) == (made.epoch, made.sequence, pinned):
+                start = record.place.position % (PINNED_BYTES if pinned else RING_BYTES)
                 found.append((start, start + 4 * len(record.token_ids) + record.kv_bytes))
         return found
 
     def certainly_live(self, made: Made) -> bool:
-        """The newest records within half the ring, not superseded: no ring may lose those."""
+        """Pinned, or of the newest within half the ring and not superseded: no ring may lose those."""
         if made.epoch != self.epoch:
             return False
+        if made.pinned:
+            return self.pinned.get(made.handle) is made
         later = [other for other in self.history if other.epoch == self.epoch][made.sequence :]
-        room = sum(other.footprint for other in later) + made.footprint
+        in_ring = [other for other in later if not other.pinned]
+        room = sum(other.footprint for other in in_ring) + made.footprint
         superseded = any(other.handle == made.handle for other in later)
-        return not superseded and room <= RING_BYTES // 2 and len(later) < SLOTS
+        return not superseded and room <= RING_BYTES // 2 and len(in_ring) < SLOTS
 
     def acceptable(self, wanted: Made) -> set[MissReason]:
         """Reasons that a lookup of this handle under its epoch may give now."""
         if wanted.epoch != self.epoch:
             return {MissReason.EPOCH}
         newest = [made for made in self.history if made.handle == wanted.handle][-1]
-        if self.clock.now_ns >= newest.made_ns + TTL_NS:
+        if not newest.pinned and self.clock.now_ns >= newest.made_ns + TTL_NS:
             return {MissReason.MISSING, MissReason.OVERWRITTEN}
         assert not self.certainly_live(newest)
         return {MissReason.OVERWRITTEN, MissReason.MISSING}
@@ -231,6 +266,7 @@ class ArenaLife(BridgeLife):
             FINGERPRINT,
             ring_bytes,
             TTL_NS / 1e9,
+            pinned_bytes=PINNED_BYTES,
             index_slots=SLOTS,
             clock=self.clock,
         )
@@ -256,14 +292,19 @@ class MemoryLife(BridgeLife):
 
     def open_owner(self, epoch: int) -> Bridge:
         return MemoryBridge(
-            self.host, "p", epoch, FINGERPRINT, RING_BYTES, TTL_NS / 1e9, index_slots=SLOTS, clock=self.clock
+            self.host,
+            "p",
+            epoch,
+            FINGERPRINT,
+            RING_BYTES,
+            TTL_NS / 1e9,
+            pinned_bytes=PINNED_BYTES,
+            index_slots=SLOTS,
+            clock=self.clock,
         )
 
     def open_reader(self) -> Bridge:
         return MemoryBridge(self.host, "r", 1, FINGERPRINT, 0, TTL_NS / 1e9, clock=self.clock)
-
-    def spans(self) -> list[tuple[int, int]]:
-        return []  # it has no places
 
 
 LIFE = settings(

@@ -49,8 +49,21 @@ def stop_at(line: int, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     return False
 
 
-def open_arena(root: Path, shard: str, epoch: int, ring_bytes: int = RING_BYTES) -> ArenaBridge:
-    return ArenaBridge(root, "d", shard, 0, epoch, FINGERPRINT, ring_bytes, 60.0, index_slots=8)
+def open_arena(
+    root: Path, shard: str, epoch: int, ring_bytes: int = RING_BYTES, pinned_bytes: int = 0
+) -> ArenaBridge:
+    return ArenaBridge(
+        root,
+        "d",
+        shard,
+        0,
+        epoch,
+        FINGERPRINT,
+        ring_bytes,
+        60.0,
+        pinned_bytes=pinned_bytes,
+        index_slots=8,
+    )
 
 
 def open_into(opened: list[ArenaBridge], root: Path) -> None:
@@ -81,9 +94,16 @@ def data_of(epoch: int, number: int) -> bytes:
     return random.Random(1000 * epoch + number).randbytes(16_000)
 
 
-def export_one(bridge: ArenaBridge, epoch: int, number: int) -> None:
+def export_one(bridge: ArenaBridge, epoch: int, number: int, *, pinned: bool = False) -> None:
     views = [[memoryview(data_of(epoch, number))]]
-    bridge.export(f"{number:032x}", [epoch, number], FirstToken(number, 0.0), False, views)
+    ids, first = [epoch, number], FirstToken(number, 0.0)
+    bridge.export(f"{number:032x}", ids, first, False, views, pinned=pinned)
+
+
+def replace_pinned(bridge: ArenaBridge) -> None:
+    """Record 1, which fills the region, makes way for record 5."""
+    bridge.release(f"{1:032x}")
+    export_one(bridge, 1, 5, pinned=True)
 
 
 def outcome(reader: ArenaBridge, epoch: int, number: int) -> str:
@@ -123,6 +143,30 @@ def test_a_writer_that_stops_at_any_line_of_an_export_leaves_no_wrong_record(tmp
     assert fates[0] == ["right", "right", "right", "right", "missing"]
     assert fates[-1] == ["overwritten", "right", "right", "right", "right"]
     assert not any(first == "right" == fifth for first, *_, fifth in fates)
+
+
+def test_a_writer_that_stops_while_it_replaces_a_pinned_record_leaves_no_wrong_one(tmp_path: Path) -> None:
+    fates = []
+    for line in range(1000):
+        root = tmp_path / str(line)
+        owner, reader = open_arena(root, "p", 1, pinned_bytes=16384), open_arena(root, "r", 1, 0)
+        export_one(owner, 1, 1, pinned=True)
+        export_one(owner, 1, 2)
+        stopped = stop_at(line, replace_pinned, owner)
+        fates.append([outcome(reader, 1, number) for number in (1, 2, 5)])
+        owner.close()
+        again = open_arena(root, "p", 2, pinned_bytes=16384)
+        assert {outcome(reader, 1, number) for number in (1, 2, 5)} == {"epoch"}
+        export_one(again, 2, 6, pinned=True)
+        assert outcome(reader, 2, 6) == "right"
+        again.close()
+        reader.close()
+        if not stopped:
+            break
+    assert len(fates) > 50
+    assert fates[0] == ["right", "right", "missing"]
+    assert fates[-1] == ["missing", "right", "right"]
+    assert all(fate[1] == "right" and (fate[0], fate[2]) != ("right", "right") for fate in fates)
 
 
 def test_a_writer_that_stops_at_any_line_of_its_start_leaves_no_wrong_record(tmp_path: Path) -> None:
