@@ -1,8 +1,8 @@
 """What a record costs on the bridge, against memcpy and against a safetensors file per record.
 
-Every way but memcpy starts from the slots of one paged pool and ends in those of another.  All take
-turns in every round and report medians, so the ratios hold where absolute times do not.  Time is
-this thread's CPU time: the process's would count torch's idle workers as well.
+Every way but memcpy starts from the slots of one paged pool and ends in those of another; ways take
+turns and report medians of this thread's CPU time.  First memcpy and the arena alone, then with files
+in between: they leave the caches cold, for Python too, as a forward in a shard does.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TOKEN_BYTES = 2 * LAYERS * HEADS * HEAD_DIM * 4
 COLD_BYTES = 96 * 2**20
 """Every buffer's turn comes again after so much at least: more than the caches hold."""
 RING_RECORDS = 4
+WARM_ROUNDS = 3
+"""Times as many of the rounds without files: they are short."""
 IMPORT_LAG = 2
 """Rounds between a record's export and its import: right after it, the caches still hold a part."""
-
-Timed = dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,9 @@ class Ratios:
     """From slots to a published record."""
     import_: float
     """From a handle to filled slots: lookup included."""
+    cold_export: float
+    """After a file's turn; so is the next."""
+    cold_import: float
     file_save: float
     """Gathered with the slots as an index, as paged code does."""
     file_load: float
@@ -62,7 +65,7 @@ class Ratios:
     """Gathered as slices of consecutive slots: the best that a file can do."""
     sliced_file_load: float
     over_file: float
-    """Save and load together against export and import together."""
+    """Save and load together against cold export and import together."""
     over_sliced_file: float
 
 
@@ -85,19 +88,22 @@ def _measure_one(folder: Path, tokens: int, rounds: int, consecutive: bool) -> R
     ring_bytes = max(copies, RING_RECORDS) * (kv_bytes + 8 * tokens)
     bridge = ArenaBridge(folder / "arenas", "bench", "p", 0, new_epoch(), _fingerprint(), ring_bytes, 600.0)
     try:
-        times = _rounds(bridge, folder / "record.safetensors", _Buffers(tokens, copies, consecutive), rounds)
+        buffers = _Buffers(tokens, copies, consecutive)
+        warm_s = _medians(bridge, None, buffers, WARM_ROUNDS * rounds)
+        median_s = _medians(bridge, folder / "record.safetensors", buffers, rounds)
     finally:
         bridge.close()
-    median_s = {way: statistics.median(column) for way, column in times.items()}
     memcpy_s = median_s["memcpy"]
     ours_s = median_s["export"] + median_s["import"]
     return Ratios(
         kv_bytes=kv_bytes,
         tokens=tokens,
         consecutive=consecutive,
-        memcpy_gb_s=kv_bytes / memcpy_s / 1e9,
-        export=memcpy_s / median_s["export"],
-        import_=memcpy_s / median_s["import"],
+        memcpy_gb_s=kv_bytes / warm_s["memcpy"] / 1e9,
+        export=warm_s["memcpy"] / warm_s["export"],
+        import_=warm_s["memcpy"] / warm_s["import"],
+        cold_export=memcpy_s / median_s["export"],
+        cold_import=memcpy_s / median_s["import"],
         file_save=memcpy_s / median_s["save"],
         file_load=memcpy_s / median_s["load"],
         sliced_file_save=memcpy_s / median_s["save sliced"],
@@ -163,9 +169,9 @@ class _Buffers:
         self.plain, self.copies = cycle(plain[:copies]), cycle(plain[copies:])
 
 
-def _rounds(bridge: ArenaBridge, path: Path, buffers: _Buffers, rounds: int) -> Timed:
-    """Seconds of each way in each round; the first round warms up and does not count."""
-    times: Timed = defaultdict(list)
+def _medians(bridge: ArenaBridge, path: Path | None, buffers: _Buffers, rounds: int) -> dict[str, float]:
+    """Seconds of each way, with files if `path`; the first round warms up and does not count."""
+    times: dict[str, list[float]] = defaultdict(list)
     handles = deque(new_handle() for _ in range(IMPORT_LAG))
     for handle in handles:
         _export(bridge, handle, buffers)
@@ -175,17 +181,19 @@ def _rounds(bridge: ArenaBridge, path: Path, buffers: _Buffers, rounds: int) -> 
             start = time.thread_time()
             call()
             times[way].append(time.thread_time() - start)
-    return {way: column[1:] for way, column in times.items()}
+    return {way: statistics.median(column[1:]) for way, column in times.items()}
 
 
 def _ways(
-    bridge: ArenaBridge, path: Path, buffers: _Buffers, new: str, old: str
+    bridge: ArenaBridge, path: Path | None, buffers: _Buffers, new: str, old: str
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What is timed in one round, in turn: `new` is exported, `old` imported."""
     plain, copy = next(buffers.plain), next(buffers.copies)
     yield "memcpy", lambda: _copy(copy, plain)
     yield "export", lambda: _export(bridge, new, buffers)
     yield "import", lambda: _import(bridge, old, buffers)
+    if path is None:
+        return
     for name, sliced in (("", False), (" sliced", True)):
         source, target = next(buffers.sources), next(buffers.targets)
         yield f"save{name}", partial(source.save, path, sliced=sliced)

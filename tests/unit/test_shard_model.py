@@ -362,6 +362,22 @@ async def test_an_old_epoch_and_other_tokens_are_counted_misses(world: World, re
     assert tokens(differs) == expected(reference, shorter, 4)
 
 
+async def test_a_damaged_block_is_a_counted_miss_and_the_answer_is_right(
+    world: World, reference: Any
+) -> None:
+    source, target = bridges(world)
+    prefill, _ = world.model(source)
+    decode, relay = world.model(target)
+    ids, handle = ids_of(world.loaded, PROMPT), new_handle()
+    await run(prefill, request(1, ids, 1, tag=str(PutTag(handle))))
+    source.damage(handle, 100)
+    wanted = expected(reference, ids, 6)
+    got = (await run(decode, request(1, ids, 6, tag=str(GetTag(handle, "s0", 100, wanted[0])))))[1]
+    assert relay is not None
+    assert dict(relay.imports) == {"checksum": 1}
+    assert tokens(got) == wanted
+
+
 class BrokenBridge(MemoryBridge):
     """Fails in every verb, with an error that no bridge should raise."""
 
