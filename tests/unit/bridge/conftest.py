@@ -11,6 +11,8 @@ from typing import Any, Protocol, overload
 
 import pytest
 
+from tests.unit.bridge.one_file import open_bridge as open_bridge
+from tests.unit.bridge.one_file import root as root
 from tgi_patches.bridge import Bridge, FirstToken, Planes, Record
 from tgi_patches.bridge.arena import ArenaBridge
 from tgi_patches.bridge.memory import MemoryBridge, MemoryHost
