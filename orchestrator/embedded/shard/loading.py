@@ -112,7 +112,7 @@ def _int8(model: Any) -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", UserWarning)
         quantize: Any = torch.ao.quantization.quantize_dynamic
-        return quantize(model, {torch.nn.Linear}, dtype=torch.qint8)
+        return quantize(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
