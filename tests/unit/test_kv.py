@@ -21,6 +21,7 @@ from tgi_patches.kv import planes, runs
         ([3, 4, 9, 10, 11, 0], [(3, 2), (9, 3), (0, 1)]),
         ([5, 4, 3], [(5, 1), (4, 1), (3, 1)]),
         ([2, 2], [(2, 1), (2, 1)]),
+        ([3, 9, 5], [(3, 1), (9, 1), (5, 1)]),
     ],
 )
 def test_consecutive_slots_become_one_run(slots: list[int], expected: list[tuple[int, int]]) -> None:
@@ -60,6 +61,14 @@ def test_writing_a_run_writes_the_pool_and_nothing_else() -> None:
     assert value.abs().sum() == 0
     v_run[:] = k_run
     assert value.reshape(8, 2)[3:5].tolist() == [[1, 2], [3, 4]]
+
+
+def test_pools_of_different_rows_are_cut_each_by_its_own() -> None:
+    key = torch.arange(48, dtype=torch.int8).view(2, 4, 2, 3)
+    value = torch.arange(16, dtype=torch.float32).view(2, 4, 1, 2)
+    (k_runs, v_runs) = planes([(key, value)], [(6, 1), (1, 2)])
+    assert [bytes(run) for run in k_runs] == [bytes(range(36, 42)), bytes(range(6, 18))]
+    assert [run.cast("f").tolist() for run in v_runs] == [[12, 13], [2, 3, 4, 5]]
 
 
 def test_pools_made_for_inference_are_shared_too() -> None:

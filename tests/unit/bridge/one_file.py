@@ -30,10 +30,19 @@ def open_bridge(root: Path) -> Iterator[Open]:
     opened: list[ArenaBridge] = []
 
     def open_one(
-        shard: str, ring_bytes: int = MEBIBYTE, epoch: int = 1, index_slots: int = 16
+        shard: str, ring_bytes: int = MEBIBYTE, epoch: int = 1, index_slots: int = 16, pinned_bytes: int = 0
     ) -> ArenaBridge:
         bridge = ArenaBridge(
-            root, "dep", shard, 0, epoch, FINGERPRINT, ring_bytes, 60.0, index_slots=index_slots
+            root,
+            "dep",
+            shard,
+            0,
+            epoch,
+            FINGERPRINT,
+            ring_bytes,
+            60.0,
+            pinned_bytes=pinned_bytes,
+            index_slots=index_slots,
         )
         opened.append(bridge)
         return bridge

@@ -69,6 +69,20 @@ def test_the_header_counts(open_bridge: Open, root: Path) -> None:
     assert counts == [19, 19 * 16, 3]
 
 
+def test_the_header_shows_what_is_free_to_pin(open_bridge: Open, root: Path) -> None:
+    """A record of 16 bytes takes two lines of 64: what describes it, and its data."""
+    bridge = open_bridge("p", pinned_bytes=100)
+    seen = []
+    for step in ("start", "pin", "release"):
+        if step == "pin":
+            planes = [[memoryview(b"kv of one prompt")]]
+            bridge.export(handle(1), [1, 2], FirstToken(5, -0.5), False, planes, pinned=True)
+        elif step == "release":
+            bridge.release(handle(1))
+        seen.append([get_word(arena_file(root), w) for w in (Word.PINNED_BYTES, Word.PINNED_FREE_BYTES)])
+    assert seen == [[4096, 4096], [4096, 4096 - 128], [4096, 4096]]
+
+
 def test_a_handle_that_lies_across_slots_by_chance_is_not_found(open_bridge: Open, root: Path) -> None:
     writer, reader = open_bridge("p"), open_bridge("d")
     export(writer, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import xxhash
 
 from tests.unit.bridge.conftest import (
     FIRST,
@@ -77,6 +78,33 @@ def test_a_record_of_many_blocks_arrives_from_many_runs(bed: Bed) -> None:
     assert len(record.checksums) == 6  # 1,435,200 bytes in blocks of 262,144
     found = decode.lookup("p", 1, handle(3))
     assert read(decode, found, 2, tokens * row, cuts=[10 * row, 90 * row]) == planes
+
+
+@pytest.mark.parametrize(
+    ("size", "cuts"),
+    [
+        (2**18, []),
+        (2**18 + 1, []),
+        (2**20, []),
+        (2**20, [1]),
+        (1_300_000, [2**18, 2**18 + 12_288]),
+        (1_300_000, [100_000, 700_000]),
+        (600_000, [12_288 * n for n in range(1, 48)]),
+    ],
+)
+def test_every_plane_is_hashed_in_blocks_of_its_own(bed: Bed, size: int, cuts: list[int]) -> None:
+    """Whatever the runs are, on both sides."""
+    planes = [random.Random(1).randbytes(size), random.Random(2).randbytes(100)]
+    wanted = [planes[0][start : start + 262_144] for start in range(0, size, 262_144)] + [planes[1]]
+    prefill, decode = bed.open("p", ring_bytes=128 * RING_BYTES), bed.open("d")
+    source = [cut(bytearray(planes[0]), cuts), cut(bytearray(planes[1]))]
+    record = prefill.export(handle(1), [1], FIRST, False, source)
+    assert list(record.checksums) == [xxhash.xxh3_64_intdigest(block) for block in wanted]
+    for other in ([], cuts):
+        targets = [bytearray(size), bytearray(100)]
+        found = decode.lookup("p", 1, handle(1))
+        decode.read_into(found, [cut(targets[0], other), cut(targets[1])], 1)
+        assert [bytes(target) for target in targets] == planes
 
 
 def test_several_shards_read_the_same_record(bed: Bed) -> None:

@@ -232,3 +232,4 @@ def test_a_region_neither_overlaps_nor_loses_a_byte(
             assert found is None
         assert region.free_bytes == 64 * owner.count(None)
         assert all(a.end < b.start for a, b in pairwise(region.free))
+        assert all(piece.size > 0 for piece in region.free)

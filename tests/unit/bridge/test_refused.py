@@ -129,6 +129,14 @@ def test_targets_of_another_shape_are_refused_untouched(
     assert all(set(target) == {GUARD} for target in targets)
 
 
+def test_planes_in_another_order_are_refused(bed: Bed) -> None:
+    """Their bytes add up, and no checksum would be wrong in every case."""
+    prefill = bed.open("p")
+    record = prefill.export(handle(1), range(2), FIRST, False, [cut(bytearray(20)), cut(bytearray(500))])
+    targets = [cut(bytearray(500)), cut(bytearray(20))]
+    assert reason_of(prefill.read_into, record, targets, 2) == MissReason.LAYOUT
+
+
 def test_a_shard_without_a_ring_exports_nothing(bed: Bed) -> None:
     decode = bed.open("d", ring_bytes=0)
     assert (decode.ring_bytes, decode.record_limit_bytes) == (0, 0)
