@@ -26,8 +26,9 @@ def test_repetition_penalty_shrinks_positive_and_grows_negative_scores_of_seen_t
     assert process(Sampling(repetition_penalty=2.0), [4.0, -3.0, 4.0], [0, 1, 1]) == [2.0, -6.0, 4.0]
 
 
-def test_frequency_penalty_counts_every_occurrence() -> None:
-    assert process(Sampling(frequency_penalty=0.5), [1.0, 1.0, 1.0], [1, 2, 2]) == [1.0, 0.5, 0.0]
+def test_frequency_penalty_is_in_proportion_to_a_tokens_share_of_the_sequence() -> None:
+    # shares of the four tokens: 0, 1/4, 3/4
+    assert process(Sampling(frequency_penalty=0.5), [1.0, 1.0, 1.0], [1, 2, 2, 2]) == [1.0, 0.875, 0.625]
 
 
 def test_greedy_ignores_temperature_and_top_k() -> None:

@@ -72,9 +72,12 @@ def _repetition(scores: Tensor, ids: list[int], penalty: float) -> Tensor:
 
 
 def _frequency(scores: Tensor, ids: list[int], penalty: float) -> Tensor:
-    """Subtract `penalty` for each time a token has been seen (OpenAI's definition)."""
+    """Subtract `penalty` times the share of the sequence that a token makes up, as TGI does.
+
+    OpenAI subtracts it for every occurrence, which is stronger by the length of the sequence.
+    """
     counts = torch.bincount(torch.tensor(ids), minlength=scores.shape[0]).to(scores.dtype)
-    return scores - penalty * counts
+    return scores - penalty * counts / len(ids)
 
 
 def _top_k(scores: Tensor, k: int) -> Tensor:
