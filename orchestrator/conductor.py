@@ -22,6 +22,7 @@ from orchestrator.core.ticket import Grant, ShardView
 from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.queues import ConductorQueue, Deposed
 from orchestrator.queues.conductor import Books, Commit
+from orchestrator.queues.link import unless_cancelled
 from orchestrator.queues.wire import booked
 from orchestrator.shards.launcher import Launcher
 from orchestrator.shards.probe import StatusProbe
@@ -130,6 +131,7 @@ class Conductor:
 
     async def _stay_leader(self) -> None:
         while True:
+            unless_cancelled()
             await asyncio.sleep(self._queue.timings.leader_ttl_s / 3)
             try:
                 if not await self._queue.lead():
@@ -142,6 +144,7 @@ class Conductor:
         """The registry, at once on a change and often enough to stay alive."""
         changed = self._supervisor.changed
         while True:
+            unless_cancelled()
             changed.clear()
             try:
                 await self._queue.publish(self._supervisor.watched())
@@ -162,6 +165,7 @@ class Conductor:
     async def _tidy(self) -> None:
         """End what dead gateways left, take over what other conductors were given."""
         while True:
+            unless_cancelled()
             await asyncio.sleep(self._queue.timings.heartbeat_s)
             try:
                 if ended := await self._queue.reap():
@@ -175,6 +179,7 @@ class Conductor:
     async def _schedule(self) -> None:
         term, more = "", False
         while True:
+            unless_cancelled()
             try:
                 if term != self._queue.leader:
                     term = self._queue.leader

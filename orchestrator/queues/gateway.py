@@ -21,7 +21,7 @@ from orchestrator.core.ticket import Completion, Grant, Outcome, ShardView, Tick
 from orchestrator.errors import OrchestratorError, Unavailable, Unreachable
 from orchestrator.queues import calls, wire
 from orchestrator.queues.calls import Call, Timings
-from orchestrator.queues.link import BATCH, OrderedWriter, ScriptRunner, answered, connect
+from orchestrator.queues.link import BATCH, OrderedWriter, ScriptRunner, answered, connect, unless_cancelled
 from orchestrator.queues.open import (
     OpenRequest,
     OpenRequests,
@@ -201,6 +201,7 @@ class GatewayQueue:
 
     async def _keep_alive(self) -> None:
         while True:
+            unless_cancelled()
             await asyncio.sleep(self._timings.heartbeat_s)
             try:
                 missing = await self._writer.send(self._heartbeat())
@@ -218,6 +219,7 @@ class GatewayQueue:
         stream = self._keys.grants(self.gateway)
         block_ms = max(1, calls.ms(self._timings.block_s))
         while True:
+            unless_cancelled()
             try:
                 found: Any = await answered(
                     self._timings.deadline_s,
@@ -252,6 +254,7 @@ class GatewayQueue:
     async def _decide_late_ones(self) -> None:
         """The gateway's own decisions; one pass at a time, oldest request first."""
         while True:
+            unless_cancelled()
             try:
                 async with asyncio.timeout(self._pause_s()):
                     await self._wake.wait()

@@ -45,6 +45,16 @@ def connect(redis: str | Redis, timings: Timings) -> Redis:
         raise ConfigError(f"The Redis URL cannot be used: {error}") from None
 
 
+def unless_cancelled() -> None:
+    """At the top of an endless loop: raises CancelledError if this task was told to end and did not hear.
+
+    Up to Python 3.11 a foreign `asyncio.wait_for` can swallow a cancellation that comes as it ends.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def answered(deadline_s: float, attempt: Callable[[], Awaitable[T]], *, attempts: int = 2) -> T:
     """The reply of a Redis call, tried at most `attempts` times; Unreachable when none came.
 
@@ -59,6 +69,8 @@ async def answered(deadline_s: float, attempt: Callable[[], Awaitable[T]], *, at
             async with asyncio.timeout(deadline_s):
                 reply = await attempt()
         except (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError) as error:
+            if task.cancelling() > cancelled_before:
+                raise asyncio.CancelledError from None
             if not left:
                 detail = str(error) or f"no answer within {deadline_s:g} s"
                 raise Unreachable(f"Redis does not answer: {detail.rstrip('.')}.") from None
@@ -161,6 +173,7 @@ class OrderedWriter:
         try:
             while True:
                 await self._wake.wait()
+                unless_cancelled()
                 self._wake.clear()
                 while self._waiting:
                     await self._send_batch()
