@@ -69,9 +69,8 @@ def assemble(spec: ShardSpec) -> Shard:
     threads = len(spec.cpus) or len(os.sched_getaffinity(0))
     chunk_tokens = spec.max_batch_prefill_tokens if spec.chunked_prefill else 0
     model = TransformersModel(loaded, pool, relay, threads=threads, chunk_tokens=chunk_tokens)
-    blocks = pool.layers[0][0].shape[0]
     allocator = PrefixAllocator if spec.prefix_caching else BlockAllocator
-    loop = Loop(model, allocator(blocks, BLOCK_TOKENS), _budgets(spec))
+    loop = Loop(model, allocator(pool.blocks, BLOCK_TOKENS), _budgets(spec))
     status.loop, status.relay = loop, relay
     service = Service(tokenizer=loaded.tokenizer, loop=loop, limits=status.limits)
     return Shard(ShardServer(service, sidecar, _info(spec)), model, bridge)
@@ -97,7 +96,7 @@ class _Status:
         self._fingerprint = fingerprint
         self._bytes_per_token = loaded.kv_bytes_per_token
         self._bridge = bridge
-        self._kv_tokens = pool.layers[0][0].shape[0] * pool.block_size
+        self._kv_tokens = pool.tokens
         self.limits = Limits(
             max_input_tokens=spec.max_input_tokens,
             max_total_tokens=spec.max_total_tokens,

@@ -37,6 +37,14 @@ class KVPool:
             v.zero_()
         return cls(pool, block_size)
 
+    @property
+    def blocks(self) -> int:
+        return self.layers[0][0].shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_size
+
     def flat(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer as `[slots, kv_heads, head_dim]`."""
         k, v = self.layers[layer]

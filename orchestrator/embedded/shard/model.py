@@ -33,6 +33,7 @@ from .seam import (
     Sampling,
     Stopping,
     Token,
+    always,
 )
 from .text import Detokenizer, StopRule
 
@@ -61,13 +62,12 @@ class TransformersModel:
     # --- the seam ---
 
     async def info(self) -> ModelInfo:
-        blocks = self._pool.layers[0][0].shape[0]
         return ModelInfo(
             model_type=self._loaded.model.config.model_type,
             dtype=str(self._loaded.dtype).removeprefix("torch."),
             vocab_size=self._loaded.model.config.vocab_size,
             kv_bytes_per_token=self._loaded.kv_bytes_per_token,
-            kv_tokens=blocks * self._pool.block_size,
+            kv_tokens=self._pool.tokens,
             max_position=self._loaded.max_position,
             block_size=self._pool.block_size,
             eos_token_ids=self._loaded.eos_token_ids,
@@ -132,7 +132,7 @@ class TransformersModel:
 
     def _decode(self, batch_ids: Sequence[int]) -> tuple[list[Generation], CachedBatch | None]:
         rows = [row for batch_id in batch_ids for row in self._batches.pop(batch_id, [])]
-        return self._step(batch_ids[0], rows, self._next_chunks(rows), _always)
+        return self._step(batch_ids[0], rows, self._next_chunks(rows), always)
 
     def _first_chunk(self, row: Row) -> int:
         left = row.prompt_tokens - row.kv_tokens
@@ -256,11 +256,7 @@ class TransformersModel:
 
 def _wanted(batch: Batch, cached: CachedBatch | None) -> Callable[[], bool]:
     """A step that running requests take along is always wanted."""
-    return batch.wanted if cached is None else _always
-
-
-def _always() -> bool:
-    return True
+    return batch.wanted if cached is None else always
 
 
 def _top(logprobs: Tensor, n: int) -> list[tuple[int, float]]:

@@ -56,7 +56,7 @@ class Request:
     """Report the log probability of every prompt token."""
 
 
-def _always() -> bool:
+def always() -> bool:
     return True
 
 
@@ -66,7 +66,7 @@ class Batch:
 
     id: int
     requests: tuple[Request, ...]
-    wanted: Callable[[], bool] = _always
+    wanted: Callable[[], bool] = always
     """False once nobody reads any of them: a model may then give up and yield nothing for them.
 
     May be called from any thread.
