@@ -25,6 +25,10 @@ OVERLAY_VERSION = "1"
 """Changes when the bytes or the meaning of a KV record change; part of every fingerprint."""
 
 SPEC_VARIABLE = "ORCHESTRATOR_SHARD_SPEC"
+EPOCH_VARIABLE = "ORCHESTRATOR_SHARD_EPOCH"
+"""The epoch of a shard whose server process is another than the one that minted it."""
+STRICT_VARIABLE = "ORCHESTRATOR_TGI_STRICT"
+"""`1`: a server that the overlay does not know refuses to start instead of serving mixed only."""
 PARENT_VARIABLE = "ORCHESTRATOR_PARENT_PID"
 """Set for a shard that must not outlive the process that launched it."""
 TOP_TOKENS_MAX = 5
@@ -282,6 +286,10 @@ class ShardSpec(Message):
     chunked_prefill: bool = False
     """Split prompts at `max_batch_prefill_tokens` a step, so that running requests step along."""
     prefix_caching: bool = False
+    tgi_python: str = ""
+    """An interpreter with TGI's server: the shard drives that server instead of its own engine."""
+    tgi_env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of that server, on top of the shard's own; never a secret."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "role", Role(self.role))
@@ -336,6 +344,8 @@ class StatusReply(Message):
     """Count by result: `hit`, or a MissReason."""
     hooked: bool = True
     """False when the overlay refused to hook this server: such a shard serves only mixed."""
+    note: str = ""
+    """Where it did not hook, the reason in a sentence."""
 
     def __post_init__(self) -> None:
         check_protocol(self.protocol)

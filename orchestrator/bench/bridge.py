@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 from tgi_patches.bridge import FirstToken
 from tgi_patches.bridge.arena import ArenaBridge
 from tgi_patches.contract import Fingerprint, new_epoch, new_handle
-from tgi_patches.kv import PoolBytes, runs
+from tgi_patches.kv.in_place import PoolBytes
+from tgi_patches.kv.slots import runs
 
 LAYERS = 30
 HEADS = 3

@@ -39,7 +39,7 @@ def test_importing_it_loads_no_heavy_library(module: str) -> None:
 
 
 def test_the_check_sees_a_heavy_library_where_there_is_one() -> None:
-    assert "torch" in loaded_by("tgi_patches.kv")
+    assert "torch" in loaded_by("tgi_patches.kv.in_place")
 
 
 def test_the_contract_loads_the_standard_library_only() -> None:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi_patches.kv import planes, runs
+from tgi_patches.kv.in_place import planes
+from tgi_patches.kv.slots import runs
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import pytest
 from orchestrator.embedded.shard.attention import KVPool
 from orchestrator.embedded.shard.loading import Loaded, load
 from orchestrator.embedded.shard.model import TransformersModel
-from orchestrator.embedded.shard.relay import Relay
 from orchestrator.embedded.shard.seam import Batch, CachedBatch, Generation, Request, Sampling, Stopping
 from tgi_patches.bridge import FirstToken, Planes, Record
 from tgi_patches.bridge.memory import MemoryBridge, MemoryHost
 from tgi_patches.contract import BridgeMiss, Fingerprint, GetTag, MissReason, PutTag, new_handle
+from tgi_patches.kv.in_place import PoolBytes
+from tgi_patches.relay import Relay
 
 BLOCK = 4
 PROMPT = "the ship left the harbour before the sun rose"
@@ -55,7 +56,12 @@ class World:
         )
         relay = None
         if bridge is not None:
-            relay = Relay(bridge, pool, published=lambda _: None, failed=lambda _handle, _reason: None)
+            relay = Relay(
+                bridge,
+                published=lambda _: None,
+                failed=lambda _handle, _reason: None,
+                warn=lambda _event, **_facts: None,
+            )
         model = TransformersModel(self.loaded, pool, relay, threads=1, chunk_tokens=chunk_tokens)
         self.models.append(model)
         return model, relay
@@ -309,9 +315,7 @@ async def test_the_decode_shard_really_uses_the_imported_bytes(world: World) -> 
     other, forged = tuple(reversed(ids)), new_handle()
     pool = prefill._pool
     await run(prefill, request(2, other, 1, first_slot=300))
-    from tgi_patches import kv
-
-    planes = kv.planes(pool.layers, kv.runs(range(300, 300 + len(ids))))
+    planes = PoolBytes(pool.layers).outbox(range(300, 300 + len(ids)))
     source.export(forged, ids, FirstToken(5, -1.0), False, planes)
     true = (await run(decode, request(1, ids, 8, tag=str(GetTag(handle, "s0", 100, 5)))))[1]
     false = (await run(decode, request(2, ids, 8, first_slot=300, tag=str(GetTag(forged, "s0", 100, 5)))))[2]

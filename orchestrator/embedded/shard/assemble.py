@@ -22,6 +22,7 @@ from tgi_patches.contract import (
     StatusReply,
     new_epoch,
 )
+from tgi_patches.relay import Relay
 from tgi_patches.sidecar import Sidecar
 
 from .attention import KVPool
@@ -29,7 +30,6 @@ from .blocks import BlockAllocator, PrefixAllocator
 from .loading import Loaded, load, rope_of, tokenizer_hash
 from .loop import Budgets, Loop
 from .model import TransformersModel
-from .relay import Relay
 from .server import ShardServer
 from .service import Service
 
@@ -65,7 +65,7 @@ def assemble(spec: ShardSpec) -> Shard:
     pool = _pool(spec, loaded)
     status = _Status(spec, epoch, fingerprint, loaded, bridge, pool)
     sidecar = Sidecar(status, bridge, keep_s=spec.record_ttl_s)
-    relay = Relay(bridge, pool, published=sidecar.published, failed=sidecar.failed)
+    relay = Relay(bridge, published=sidecar.published, failed=sidecar.failed, warn=log.warning)
     threads = len(spec.cpus) or len(os.sched_getaffinity(0))
     chunk_tokens = spec.max_batch_prefill_tokens if spec.chunked_prefill else 0
     model = TransformersModel(loaded, pool, relay, threads=threads, chunk_tokens=chunk_tokens)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tgi_patches.contract import Tag
+from tgi_patches.relay import Imported
 
 from .attention import KVPool, Span, Step, consecutive_start
 from .choose import Chooser
 from .loading import Loaded
-from .relay import Imported
 from .seam import Request
 from .text import Detokenizer, StopRule
 

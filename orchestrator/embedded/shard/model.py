@@ -16,12 +16,13 @@ from torch import Tensor
 
 from tgi_patches.bridge import FirstToken
 from tgi_patches.contract import GetTag, PutTag, parse_tag
+from tgi_patches.kv.in_place import PoolBytes
+from tgi_patches.relay import Outgoing, Relay
 
 from .attention import Abandoned, KVPool, consecutive_start
 from .choose import Chooser
 from .forward import Row, forward
 from .loading import Loaded
-from .relay import Relay
 from .seam import (
     Batch,
     CachedBatch,
@@ -53,6 +54,7 @@ class TransformersModel:
         self._loaded = loaded
         self._pool = pool
         self._relay = relay
+        self._pool_bytes = PoolBytes(pool.layers)
         self._chunk_tokens = chunk_tokens
         self._batches: dict[int, list[Row]] = {}
         self._ids = count(1)
@@ -194,7 +196,8 @@ class TransformersModel:
     def _import(self, row: Row, tag: GetTag) -> None:
         assert self._relay is not None
         prompt = row.request.input_ids
-        row.imported, row.import_result = self._relay.get(tag, prompt, row.request.slots[: len(prompt)])
+        slots = row.request.slots[: len(prompt)]
+        row.imported, row.import_result = self._relay.get(tag, prompt, lambda: self._pool_bytes.inbox(slots))
         if row.imported is not None:
             row.kv_tokens = len(prompt) - 1  # the last token is redone: it rebuilds all text state
 
@@ -242,7 +245,8 @@ class TransformersModel:
     def _export(self, row: Row, tag: PutTag, first: FirstToken, *, ended: bool) -> None:
         assert self._relay is not None
         prompt = row.request.input_ids
-        self._relay.put(tag, prompt, row.request.slots[: len(prompt)], first, ended=ended)
+        slots = row.request.slots[: len(prompt)]
+        self._relay.put(tag, prompt, lambda: Outgoing(self._pool_bytes.outbox(slots), first, ended))
 
     def _token(self, token_id: int, logprob: float, text: str | None) -> Token:
         if text is None:

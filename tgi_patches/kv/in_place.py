@@ -1,33 +1,18 @@
-"""Paged KV blocks as the runs of bytes that a bridge copies.
+"""A pool whose slots are rows already: `[blocks, block, heads, dim]` on the CPU, copied without a stop.
 
-For pools of the layout `[blocks, block, heads, dim]` (K and V alike): slot `s` is row `s` of the pool
-seen as `[slots, heads, dim]`, so consecutive slots are one stretch of memory.
+Slot `s` is row `s` of the pool seen as `[slots, heads, dim]`, so consecutive slots are one stretch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-
-def runs(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """(first slot, length) of every stretch of consecutive slots, in the given order."""
-    if not slots:
-        return []
-    first, count = slots[0], len(slots)
-    if slots[-1] == first + count - 1 and list(slots) == list(range(first, first + count)):
-        return [(first, count)]
-    merged: list[tuple[int, int]] = []
-    start = following = first
-    for slot in slots:
-        if slot != following:
-            merged.append((start, following - start))
-            start = slot
-        following = slot + 1
-    merged.append((start, following - start))
-    return merged
+from tgi_patches.bridge import Planes
+from tgi_patches.kv.slots import runs
 
 
 class PoolBytes:
@@ -56,6 +41,31 @@ class PoolBytes:
                 cuts[row] = [slice(start * row, (start + length) * row) for start, length in slot_runs]
             planes.append([view[cut] for cut in cuts[row]])
         return planes
+
+    def outbox(self, slots: Sequence[int]) -> Planes:
+        """What to export of the given slots."""
+        return self.planes(runs(slots))
+
+    def inbox(self, slots: Sequence[int]) -> InPlaceInbox:
+        """The slots themselves: a read that fails leaves garbage there, which a prefill overwrites."""
+        last_slot = [run for (run,) in self.planes([(slots[-1], 1)])]
+        return InPlaceInbox(self.planes(runs(slots)), last_slot)
+
+
+@dataclass(slots=True)
+class InPlaceInbox:
+    """An Inbox that is the pool."""
+
+    planes: Planes
+    last_slot: list[memoryview]
+    last_kv: list[bytes] = field(default_factory=list)
+
+    def commit(self) -> None:
+        self.last_kv = [bytes(run) for run in self.last_slot]
+
+    def repair(self) -> None:
+        for slot, exported in zip(self.last_slot, self.last_kv, strict=True):
+            slot[:] = exported
 
 
 def planes(

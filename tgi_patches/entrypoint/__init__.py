@@ -1,0 +1,1 @@
+"""How a TGI server is started with the overlay."""

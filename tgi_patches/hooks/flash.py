@@ -1,0 +1,235 @@
+"""Hooks for FlashCausalLM and its batch: paged KV, chunked prefill, several requests a step.
+
+from_tokenized   take the handle; a get leg's KV goes into its slots, its prompt becomes one token
+generate_token   around it: which rows complete their prompt in this step
+chooser          a put leg's first token is noted, a get leg's is forced
+generate_token   after it: put legs are exported, the last slot of get legs is repaired
+filter, concatenate   rows of half-done prompts go along
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag, Tag
+from tgi_patches.hooks import first_token
+from tgi_patches.hooks.identity import KVShape, name_of
+from tgi_patches.hooks.overlay import Overlay
+from tgi_patches.hooks.rows import Row, Rows, attach, carry, drop, rows_of
+from tgi_patches.hooks.wrap import wrap
+from tgi_patches.kv.staged import StagedPool
+from tgi_patches.relay import Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class Completing:
+    """Row `index` of the batch gets its first token in this step."""
+
+    index: int
+    request_id: int
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of generate_token in which prompts with a handle complete."""
+
+    chooser: Any
+    rows: tuple[Completing, ...]
+
+
+class FlashHooks:
+    """`heads_first`: see StagedPool; `request_logprobs`: TGI was told to compute prompt logprobs."""
+
+    def __init__(self, overlay: Overlay, *, heads_first: bool, request_logprobs: bool) -> None:
+        self._overlay = overlay
+        self._heads_first = heads_first
+        self._request_logprobs = request_logprobs
+        self._model: Any = None
+        self._pool: StagedPool | None = None
+        self._pool_of: Any = None
+        self._step: Step | None = None
+
+    def install(self, module: Any, chooser_class: Any) -> None:
+        """`module` is TGI's flash_causal_lm, where it looks `batch_top_tokens` up by name."""
+        batch_class = module.FlashCausalLMBatch
+        wrap(batch_class, "from_tokenized", self.from_tokenized)
+        wrap(batch_class, "filter", self.filter)
+        wrap(batch_class, "concatenate", self.concatenate)
+        wrap(module.FlashCausalLM, "generate_token", self.generate_token)
+        wrap(chooser_class, "__call__", self.choose)
+        wrap(module, "batch_top_tokens", self.top_tokens)
+
+    def arm(self, model: Any) -> KVShape:
+        """Look at the cache that Warmup made.  Raises BridgeMiss LAYOUT for one of an unknown shape."""
+        self._model = model
+        key, value = model.kv_cache[0].kv_cache
+        heads_at = 1 if self._heads_first else 2
+        for pool in (key, value):
+            if pool.dim() != 4 or pool.shape[heads_at] != model.num_kv_heads:
+                raise BridgeMiss(MissReason.LAYOUT, f"a KV cache of shape {tuple(pool.shape)} is unknown")
+        tokens_at = 3 - heads_at
+        per_token = sum(
+            pool.element_size() * pool.shape[1] * pool.shape[2] * pool.shape[3] // pool.shape[tokens_at]
+            for cache in model.kv_cache
+            for pool in cache.kv_cache
+        )
+        return KVShape(
+            layers=len(model.kv_cache),
+            kv_heads=model.num_kv_heads,
+            head_dim=key.shape[3],
+            dtype=name_of(key.dtype),
+            bytes_per_token=per_token,
+            tokens=key.shape[0] * key.shape[tokens_at],
+        )
+
+    # --- hooks ---
+
+    def from_tokenized(
+        self,
+        original: Callable[..., Any],
+        cls: Any,
+        pb: Any,
+        tokenizer: Any,
+        ids: Any,
+        *rest: Any,
+    ) -> Any:
+        nobody: Rows = {}
+        rows = self._overlay.shielded(lambda: self._arrived(pb, ids), nobody)
+        batch = original(cls, pb, tokenizer, ids, *rest)
+        attach(batch, rows)
+        return batch
+
+    def filter(self, original: Callable[..., Any], batch: Any, request_ids: Any) -> Any:
+        kept = original(batch, request_ids)
+        if kept is not batch:
+            carry([batch], kept)
+        return kept
+
+    def concatenate(self, original: Callable[..., Any], cls: Any, batches: Any) -> Any:
+        joined = original(cls, batches)
+        carry(batches, joined)
+        return joined
+
+    def generate_token(self, original: Callable[..., Any], model: Any, batch: Any) -> Any:
+        if not rows_of(batch):
+            return original(model, batch)
+        step = self._overlay.shielded(lambda: self._completing(batch), None)
+        self._step = step
+        try:
+            result = original(model, batch)
+        finally:
+            self._step = None
+        if step is not None:
+            for done in step.rows:
+                self._overlay.shielded(partial(self._completed, model, batch, done), None)
+            drop(batch, [done.request_id for done in step.rows])
+            self._overlay.flush()
+        return result
+
+    def choose(self, original: Callable[..., Any], chooser: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = original(chooser, *args, **kwargs)
+        step = self._step
+        if step is not None and step.chooser is chooser:
+            for done in step.rows:
+                settle = partial(first_token.settle, done.row, done.index, *chosen[:3])
+                self._overlay.shielded(settle, None)
+        return chosen
+
+    def top_tokens(self, original: Callable[..., Any], top_n: Any, *rest: Any) -> Any:
+        lists = original(top_n, *rest)
+        if self._step is None:
+            return lists
+        rows = [(done.index, done.row) for done in self._step.rows]
+        return self._overlay.shielded(partial(first_token.settle_top, rows, top_n, *lists), lists)
+
+    # --- arriving ---
+
+    def _arrived(self, pb: Any, ids: Sequence[Sequence[int]]) -> Rows:
+        rows: Rows = {}
+        for request, token_ids in zip(pb.requests, ids, strict=True):
+            tag = self._overlay.take_tag(request)
+            if tag is not None and self._overlay.armed:
+                rows[request.id] = self._row(tag, request, token_ids)
+        if rows:
+            self._overlay.flush()
+        return rows
+
+    def _row(self, tag: Tag, request: Any, token_ids: Sequence[int]) -> Row:
+        row = Row(tag)
+        if isinstance(tag, GetTag):
+            if self._request_logprobs and request.prefill_logprobs:
+                detail = "prompt logprobs need the whole prompt"
+                self._overlay.imported(
+                    request.id, self._overlay.relay.not_got(tag, MissReason.UNSUPPORTED, detail)
+                )
+            else:
+                self._import(row, tag, request, token_ids)
+        return row
+
+    def _import(self, row: Row, tag: GetTag, request: Any, token_ids: Sequence[int]) -> None:
+        """Only a record that is in its slots as a whole shortens the prompt."""
+        prompt_tokens = len(token_ids)
+        imported, result = self._overlay.relay.get(
+            tag, token_ids, lambda: self._paged().inbox(_slots(request, prompt_tokens), request.cache_len)
+        )
+        self._overlay.imported(request.id, result)
+        if imported is None:
+            return
+        row.imported = imported
+        request.cache_len = prompt_tokens - 1
+        if request.HasField("chunk_len"):
+            request.chunk_len = 1
+
+    # --- a step ---
+
+    def _completing(self, batch: Any) -> Step | None:
+        rows = rows_of(batch)
+        found = tuple(
+            Completing(i, request.id, rows[request.id])
+            for i, request in enumerate(batch.requests)
+            if request.id in rows and batch.prefilling_mask[i] and _completes(batch, i)
+        )
+        return Step(batch.next_token_chooser, found) if found else None
+
+    def _completed(self, model: Any, batch: Any, done: Completing) -> None:
+        if done.row.imported is not None:
+            done.row.imported.repair()
+        if isinstance(done.row.tag, PutTag):
+            self._export(model, batch, done.index, done.row.tag, done.row)
+
+    def _export(self, model: Any, batch: Any, index: int, tag: PutTag, row: Row) -> None:
+        prompt_tokens = batch.prompt_lengths[index]
+        ids = batch.all_input_ids[index]
+
+        def outgoing() -> Outgoing:
+            first = row.first()
+            criteria = batch.stopping_criterias[index]
+            planes = self._paged().outbox(_slots(batch.requests[index], prompt_tokens))
+            return Outgoing(planes, first, first_token.ended(model, criteria, ids, prompt_tokens, first.id))
+
+        self._overlay.relay.put(tag, ids[:prompt_tokens], outgoing)
+
+    def _paged(self) -> StagedPool:
+        """TGI makes its cache anew in Warmup: never trust an older one."""
+        cache = self._model.kv_cache
+        if self._pool is None or self._pool_of is not cache:
+            self._pool = StagedPool([layer.kv_cache for layer in cache], heads_first=self._heads_first)
+            self._pool_of = cache
+        return self._pool
+
+
+def _completes(batch: Any, index: int) -> bool:
+    reached = batch.cache_lengths[index] + batch.input_lengths[index]
+    return bool(reached >= batch.prompt_lengths[index])
+
+
+def _slots(request: Any, prompt_tokens: int) -> list[int]:
+    """Slot of each position of the prompt.  Raises BridgeMiss LAYOUT where the router gave too few."""
+    slots = list(request.slots[:prompt_tokens])
+    if len(slots) < prompt_tokens:
+        raise BridgeMiss(MissReason.LAYOUT, f"{len(slots)} slots for {prompt_tokens} tokens")
+    return slots

@@ -1,0 +1,170 @@
+"""Hooks a TGI server: first its service, and once that has a model, the model's own classes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from tgi_patches.contract import (
+    EPOCH_VARIABLE,
+    STRICT_VARIABLE,
+    BridgeMiss,
+    ContractError,
+    ShardSpec,
+    new_epoch,
+)
+from tgi_patches.hooks import guard, log, support
+from tgi_patches.hooks.causal import CausalHooks
+from tgi_patches.hooks.flash import FlashHooks
+from tgi_patches.hooks.identity import KVShape, fingerprint_of
+from tgi_patches.hooks.overlay import IMPORTS_METADATA, Overlay, Place
+from tgi_patches.hooks.wrap import wrap, wrap_coroutine
+
+_MODELS = "text_generation_server.models"
+_BAD_INPUT = 2
+
+
+class Hooks(Protocol):
+    """What `install` needs of either kind."""
+
+    def arm(self, model: Any) -> KVShape: ...
+
+
+def install(env: Mapping[str, str]) -> None:
+    """Called once `text_generation_server.server` is imported.
+
+    Never raises; SystemExit where ORCHESTRATOR_TGI_STRICT is set and this TGI is not a known one.
+    """
+    strict = env.get(STRICT_VARIABLE, "") == "1"
+    try:
+        spec = ShardSpec.from_env(env)
+        epoch = int(env.get(EPOCH_VARIABLE, new_epoch()))
+        place = Place(spec, epoch, int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")))
+    except (ContractError, ValueError) as error:
+        _refuse(strict, f"The shard's spec is not usable: {error}")
+        return
+    try:
+        _hook_service(place, strict)
+    except Exception as error:  # noqa: BLE001 - an overlay that cannot be laid on leaves a stock server
+        _refuse(strict, f"The overlay could not be laid on: {error!r}")
+
+
+def _refuse(strict: bool, note: str) -> None:
+    log.warn("overlay_not_hooked", reason=note)
+    if strict:
+        sys.stderr.write(f"{note} ({STRICT_VARIABLE}=1)\n")
+        sys.exit(_BAD_INPUT)
+
+
+def _hook_service(place: Place, strict: bool) -> None:
+    unknown = guard.differences(guard.SERVER) + guard.differences(_likely())
+    if unknown and strict:
+        _refuse(strict, guard.sentence(unknown))
+    service = importlib.import_module("text_generation_server.server").TextGenerationService
+    laid = _Laid(place, unknown)
+    if guard.differences(guard.SERVER):
+        laid.unhooked("unknown")
+        return
+    wrap(service, "__init__", laid.made)
+    wrap_coroutine(service, "Warmup", laid.warmed_up)
+    wrap_coroutine(service, "Prefill", laid.prefilled)
+
+
+def _likely() -> guard.Known:
+    """What the model will be made of: TGI takes its flash classes wherever they can be imported."""
+    models = importlib.import_module(_MODELS)
+    return guard.FLASH if getattr(models, "FLASH_ATTENTION", False) else guard.CAUSAL
+
+
+class _Laid:
+    """The overlay of this process, from the service's making to the end of its warmup."""
+
+    def __init__(self, place: Place, unknown: list[str]) -> None:
+        self._place = place
+        self._unknown = unknown
+        self._overlay: Overlay | None = None
+        self._hooks: Hooks | None = None
+
+    def unhooked(self, model_class: str) -> None:
+        Overlay(self._place, model_class).refuse(guard.sentence(self._unknown))
+
+    def made(self, original: Callable[..., None], service: Any, *args: Any, **kwargs: Any) -> None:
+        original(service, *args, **kwargs)
+        try:
+            self._hook_model(service.model)
+        except Exception as error:  # noqa: BLE001 - never into TGI
+            log.warn("overlay_not_hooked", reason=repr(error))
+
+    async def warmed_up(self, original: Callable[..., Any], service: Any, *args: Any) -> Any:
+        reply = await original(service, *args)
+        if self._overlay is not None and self._hooks is not None and not self._overlay.armed:
+            try:
+                self._arm(service.model)
+            except BridgeMiss as miss:
+                self._overlay.refuse(f"KV cannot be relayed: {miss}.")
+            except Exception as error:  # noqa: BLE001 - never into TGI
+                self._overlay.refuse(f"The overlay could not be armed: {error!r}")
+        return reply
+
+    async def prefilled(self, original: Callable[..., Any], service: Any, request: Any, context: Any) -> Any:
+        reply = await original(service, request, context)
+        if self._overlay is not None and (results := self._overlay.take_results()):
+            metadata = ((IMPORTS_METADATA, results),)
+            self._overlay.shielded(lambda: context.set_trailing_metadata(metadata), None)
+        return reply
+
+    def _hook_model(self, model: Any) -> None:
+        served = _served(model)
+        overlay = Overlay(self._place, served.model_class)
+        causal = served.model_class in support.CAUSAL_CLASSES
+        unknown = guard.differences(guard.CAUSAL if causal else guard.FLASH)
+        note = support.refusal(served) or (guard.sentence(unknown) if unknown else None)
+        if note is not None:
+            overlay.refuse(note)
+            return
+        self._hooks = _causal(overlay) if causal else _flash(overlay, served)
+        self._overlay = overlay
+        overlay.say()
+
+    def _arm(self, model: Any) -> None:
+        assert self._overlay is not None
+        assert self._hooks is not None
+        shape = self._hooks.arm(model)
+        settings = importlib.import_module(f"{_MODELS}.globals")
+        fingerprint = fingerprint_of(
+            model, self._place.spec, shape, attention=settings.ATTENTION, block_size=settings.BLOCK_SIZE
+        )
+        self._overlay.arm(fingerprint, shape)
+
+
+def _served(model: Any) -> support.Served:
+    settings = importlib.import_module(f"{_MODELS}.globals")
+    return support.Served(
+        model_class=type(model).__name__,
+        batch_class=model.batch_type.__name__,
+        attention=settings.ATTENTION,
+        device=model.device.type,
+    )
+
+
+def _flash(overlay: Overlay, served: support.Served) -> FlashHooks:
+    module = importlib.import_module(f"{_MODELS}.flash_causal_lm")
+    tokens = importlib.import_module("text_generation_server.utils.tokens")
+    settings = importlib.import_module(f"{_MODELS}.globals")
+    hooks = FlashHooks(
+        overlay,
+        heads_first=support.heads_first(served.attention, served.device),
+        request_logprobs=settings.REQUEST_LOGPROBS,
+    )
+    hooks.install(module, tokens.HeterogeneousNextTokenChooser)
+    return hooks
+
+
+def _causal(overlay: Overlay) -> CausalHooks:
+    module = importlib.import_module(f"{_MODELS}.causal_lm")
+    tokens = importlib.import_module("text_generation_server.utils.tokens")
+    hooks = CausalHooks(overlay)
+    hooks.install(module, tokens.NextTokenChooser)
+    return hooks

@@ -1,0 +1,192 @@
+"""The overlay in one server process: its bridge, counters, report, and the guard around every hook."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tgi_patches.bridge import ArenaError
+from tgi_patches.bridge.arena import ArenaBridge
+from tgi_patches.contract import (
+    PROTOCOL_VERSION,
+    TAG_MARK,
+    BridgeMiss,
+    ContractError,
+    Fingerprint,
+    MissReason,
+    ShardSpec,
+    Tag,
+    parse_tag,
+)
+from tgi_patches.hooks import log
+from tgi_patches.hooks.identity import KVShape
+from tgi_patches.mailbox import Mailbox, mailbox_path
+from tgi_patches.relay import Relay
+from tgi_patches.report import Report, report_path, write_report
+
+T = TypeVar("T")
+HEALTH_REQUEST_ID = (1 << 64) - 1
+"""TGI's router probes a server that failed with a prefill of this id."""
+IMPORTS_METADATA = "x-orchestrator-imports"
+"""Sent after a Prefill with get legs: JSON, `hit` or the reason by request id.  TGI's router ignores it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which shard and rank this process is."""
+
+    spec: ShardSpec
+    epoch: int
+    rank: int
+    world_size: int
+
+
+class Overlay:
+    """Everything the hooks share.  One thread: TGI's event loop."""
+
+    def __init__(self, place: Place, model_class: str) -> None:
+        self._place = place
+        self._relay: Relay | None = None
+        spec, rank = place.spec, place.rank
+        directory = Path(spec.arena_dir)
+        self._mailbox = Mailbox(mailbox_path(directory, spec.deployment, spec.shard, rank))
+        self._report_path = report_path(directory, spec.deployment, spec.shard, rank)
+        self._counted = 0
+        self._faults = 0
+        self._spent_s = 0.0
+        self._results: dict[str, str] = {}
+        self._report = Report(
+            protocol=PROTOCOL_VERSION,
+            shard=spec.shard,
+            epoch=place.epoch,
+            rank=rank,
+            world_size=place.world_size,
+            model_class=model_class,
+            hooked=True,
+        )
+
+    @property
+    def relay(self) -> Relay:
+        """Raises BridgeMiss UNSUPPORTED until armed."""
+        if self._relay is None:
+            raise BridgeMiss(MissReason.UNSUPPORTED, "the overlay is not armed")
+        return self._relay
+
+    @property
+    def armed(self) -> bool:
+        """Records flow."""
+        return self._relay is not None
+
+    @property
+    def spec(self) -> ShardSpec:
+        return self._place.spec
+
+    # --- life ---
+
+    def say(self) -> None:
+        """Write the report as it is now; what keeps it from being written is logged."""
+        try:
+            self._report_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_report(self._report_path, self._report)
+        except OSError as error:
+            log.warn("overlay_report_failed", error=str(error))
+
+    def arm(self, fingerprint: Fingerprint, shape: KVShape) -> None:
+        """Warmup is over: open the arena and let records flow; without an arena stay unhooked and say so."""
+        spec = self._place.spec
+        try:
+            bridge = ArenaBridge(
+                Path(spec.arena_dir),
+                spec.deployment,
+                spec.shard,
+                self._place.rank,
+                self._place.epoch,
+                fingerprint,
+                spec.arena_bytes,
+                spec.record_ttl_s,
+            )
+        except ArenaError as error:
+            self.refuse(str(error))
+            return
+        self._relay = Relay(
+            bridge, published=self._mailbox.published, failed=self._mailbox.failed, warn=log.warn
+        )
+        self._report = replace(
+            self._report,
+            armed=True,
+            fingerprint=fingerprint,
+            kv_tokens=shape.tokens,
+            bytes_per_token=shape.bytes_per_token,
+            ring_bytes=bridge.ring_bytes,
+            record_limit_bytes=bridge.record_limit_bytes,
+        )
+        log.info("overlay_armed", shard=spec.shard, model_class=self._report.model_class)
+        self.say()
+
+    def refuse(self, note: str) -> None:
+        """Serve as stock TGI does, and say why."""
+        self._report = replace(self._report, hooked=False, note=note)
+        log.warn("overlay_not_hooked", reason=note)
+        self.say()
+
+    # --- what hooks use ---
+
+    def shielded(self, work: Callable[[], T], otherwise: T) -> T:
+        """The result of `work`; `otherwise` if it raises, which is counted and never reaches TGI."""
+        started_s = time.perf_counter()
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - nothing of ours may break a batch
+            self._faults += 1
+            log.warn("overlay_fault", error=repr(error))
+            return otherwise
+        finally:
+            self._spent_s += time.perf_counter() - started_s
+
+    def take_tag(self, request: Any) -> Tag | None:
+        """The request's handle; its real adapter is put back into TGI's message."""
+        sent: str = request.adapter_id
+        if TAG_MARK not in sent:
+            return None
+        adapter = sent.rpartition(TAG_MARK)[0]
+        if adapter:
+            request.adapter_id = adapter
+        else:
+            request.ClearField("adapter_id")
+        try:
+            return parse_tag(sent) if request.id != HEALTH_REQUEST_ID else None
+        except ContractError as error:
+            self._faults += 1
+            log.warn("overlay_bad_handle", error=str(error))
+            return None
+
+    def imported(self, request_id: int, result: str) -> None:
+        """Remember what became of a get leg's record until the running Prefill answers."""
+        self._results[str(request_id)] = result
+
+    def take_results(self) -> str:
+        """What `imported` was told since the last call, as JSON; empty for nothing."""
+        results, self._results = self._results, {}
+        return json.dumps(results) if results else ""
+
+    def flush(self) -> None:
+        """Bring the report up to date if anything was counted."""
+        if self._relay is None:
+            return
+        exports, imports = self._relay.exports, self._relay.imports
+        counted = exports.total() + imports.total() + self._faults
+        if counted == self._counted:
+            return
+        self._counted = counted
+        self._report = replace(
+            self._report,
+            exports=dict(exports),
+            imports=dict(imports),
+            faults=self._faults,
+            spent_s=self._spent_s,
+        )
+        self.say()
