@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import pytest
+
 from orchestrator.embedded.redis import end_with_owner
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = Path(__file__).resolve().parent / "stand_in"
+ATTENTION_VARIABLE = "TGI_TEST_ATTENTION"
+"""Names TGI's own attention on a GPU, such as `flashinfer`; without it the stand-in serves on the CPU."""
 STOCK = "text_generation_server.cli"
 OVERLAY = "tgi_patches.entrypoint.text_generation_server"
 
@@ -41,7 +45,7 @@ class ServerPlan:
     model: Path
     flash: bool = True
     """FlashCausalLM on the stand-in for IPEX; False is CausalLM on plain torch."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     kv_dtype: Literal["fp8_e5m2"] | None = None
     """None keeps the KV cache in `dtype`."""
     attention: Literal["flashdecoding-ipex", "paged"] = "flashdecoding-ipex"
@@ -102,6 +106,8 @@ class Servers:
 
     def own(self, plan: ServerPlan) -> contextlib.AbstractContextManager[Server]:
         """A server of the caller alone, stopped at the end of the block."""
+        if os.environ.get(ATTENTION_VARIABLE) and plan.flash and plan.dtype == "float32":
+            pytest.skip("TGI serves no float32 on a GPU")
         return running(plan, self._python, self._folder)
 
     def close(self) -> None:
@@ -144,18 +150,20 @@ def command_of(plan: ServerPlan, python: Path, uds: Path) -> list[str]:
 def environment_of(plan: ServerPlan, rank: int, port: int, base: Mapping[str, str]) -> dict[str, str]:
     """The variables of one rank; `port` is where the ranks find each other."""
     kept = {name: value for name, value in base.items() if not name.startswith("ORCHESTRATOR_")}
-    paths = [str(STAND_IN)] * plan.flash + [str(ROOT)] * plan.overlay
+    gpu = base.get(ATTENTION_VARIABLE)
+    paths = [str(STAND_IN)] * (plan.flash and not gpu) + [str(ROOT)] * plan.overlay
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [base.get("PYTHONPATH")])]),
-        "ATTENTION": plan.attention,
+        "ATTENTION": gpu or plan.attention,
+        **({"USE_FLASH_ATTENTION": "false"} if gpu and not plan.flash else {}),
         "PREFIX_CACHING": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(plan.threads),
         "MKL_NUM_THREADS": str(plan.threads),
         "PYTHONUNBUFFERED": "1",
-        **({"IPEX_STAND_IN_DTYPE": plan.dtype} if plan.flash else {}),
+        **({"IPEX_STAND_IN_DTYPE": plan.dtype} if plan.flash and not gpu else {}),
         **(_ranks(plan, rank, port) if plan.ranks > 1 else {}),
         **plan.env,
     }

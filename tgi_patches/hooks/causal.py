@@ -38,6 +38,13 @@ class Step:
         requests = enumerate(self.batch.requests)
         return [(i, self.rows[request.id]) for i, request in requests if request.id in self.rows]
 
+    def put_of(self, criteria: Any) -> Row | None:
+        """The put leg whose stop rule this is."""
+        for index, row in self.indexed():
+            if self.batch.stopping_criterias[index] is criteria and isinstance(row.tag, PutTag):
+                return row
+        return None
+
 
 class CausalHooks:
     """One model's."""
@@ -48,13 +55,16 @@ class CausalHooks:
         self._cache_class: Any = None
         self._from_pb: Callable[..., Any] | None = None
         self._step: Step | None = None
+        self._limit_reached = 0
 
-    def install(self, module: Any, chooser_class: Any) -> None:
-        """`module` is TGI's causal_lm, where it looks `batch_top_tokens` up by name."""
+    def install(self, module: Any, tokens: Any) -> None:
+        """`module` is TGI's causal_lm, where it looks `batch_top_tokens` up by name; utils.tokens."""
         wrap(module.CausalLMBatch, "from_pb", self.from_pb)
         wrap(module.CausalLM, "forward", self.forward)
         wrap(module.CausalLM, "generate_token", self.generate_token)
-        wrap(chooser_class, "__call__", self.choose)
+        wrap(tokens.NextTokenChooser, "__call__", self.choose)
+        wrap(tokens.StoppingCriteria, "__call__", self.stop)
+        self._limit_reached = tokens.FinishReason.FINISH_REASON_LENGTH
         wrap(module, "batch_top_tokens", self.top_tokens)
 
     def arm(self, model: Any) -> KVShape:  # noqa: ARG002
@@ -113,6 +123,12 @@ class CausalHooks:
         if step is not None:
             self._overlay.shielded(lambda: _settle(step, chooser, next_id, logprobs), None)
         return next_id, logprobs
+
+    def stop(self, original: Callable[..., Any], criteria: Any, *last: Any) -> Any:
+        row = self._step.put_of(criteria) if self._step is not None else None
+        if row is None:
+            return original(criteria, *last)
+        return first_token.stop(row, self._limit_reached, original, criteria, *last)
 
     def top_tokens(self, original: Callable[..., Any], top_n: Any, *rest: Any) -> Any:
         lists = original(top_n, *rest)
@@ -184,7 +200,7 @@ class CausalHooks:
             self._step = None
         for index, row in step.indexed():
             if isinstance(row.tag, PutTag):
-                self._overlay.shielded(partial(self._export, model, step, index, row.tag, row), None)
+                self._overlay.shielded(partial(self._export, step, index, row.tag, row), None)
         drop(batch, list(rows))
         self._overlay.flush()
         return result
@@ -210,14 +226,12 @@ class CausalHooks:
                 _inbox_of(row).aim(layers, index)
                 row.imported.repair()
 
-    def _export(self, model: Any, step: Step, index: int, tag: PutTag, row: Row) -> None:
+    def _export(self, step: Step, index: int, tag: PutTag, row: Row) -> None:
         prompt = _prompt(step.batch, index)[:-1]  # TGI has appended the first token already
 
         def outgoing() -> Outgoing:
             first = row.first()
-            criteria = step.batch.stopping_criterias[index]
-            ended = first_token.ended(model, criteria, [*prompt, first.id], len(prompt), first.id)
-            return Outgoing(padded.outbox(_layers(step.cache), index, len(prompt)), first, ended)
+            return Outgoing(padded.outbox(_layers(step.cache), index, len(prompt)), first, row.ended)
 
         self._overlay.relay.put(tag, prompt, outgoing)
 

@@ -5,7 +5,7 @@ Tensors as TGI's choosers return them: ids [batch], logprobs [batch], all logpro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from tgi_patches.hooks.rows import Row
 
 PerRow = list[list[list[Any]]]
 """What TGI's batch_top_tokens returns: by row of the batch, by accepted token, ids or logprobs."""
+Stop = Callable[..., tuple[bool, int | None]]
+"""TGI's StoppingCriteria.__call__: last token, its text -> has it ended, why."""
 
 
 def settle(row: Row, index: int, ids: Tensor, logprobs: Tensor, all_logprobs: Tensor) -> None:
@@ -54,14 +56,19 @@ def settle_top(
     return ids, logprobs
 
 
-def ended(model: Any, criteria: Any, all_input_ids: list[int], prompt_tokens: int, token_id: int) -> bool:
-    """True when a request is complete with its first token, whatever its length limit says.
+def stop(row: Row, limit_reached: int, original: Stop, criteria: Any, *last: Any) -> tuple[bool, int | None]:
+    """A put leg's stop test: end token and stop strings before the length, which TGI tests first.
 
-    TGI tests the length first, so a put leg of one token always ends with `length`.
+    A put leg has one token to make, so it would always end with `length`.  `limit_reached` is what
+    TGI answers then.
     """
-    if not criteria.ignore_eos_token and token_id in criteria.eos_token_ids:
-        return True
-    if not criteria.stop_sequence_criterias:
-        return False
-    text, _, _ = model.decode_token(all_input_ids, prompt_tokens - 5, prompt_tokens)
-    return any(criterion(text) for criterion in criteria.stop_sequence_criterias)
+    limit = criteria.max_new_tokens
+    criteria.max_new_tokens = limit + 1
+    try:
+        stopped, reason = original(criteria, *last)
+    finally:
+        criteria.max_new_tokens = limit
+    row.ended = stopped
+    if stopped or criteria.current_tokens < limit:
+        return stopped, reason
+    return True, limit_reached

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag, Tag
+from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag
 from tgi_patches.hooks import first_token
 from tgi_patches.hooks.identity import KVShape, name_of
 from tgi_patches.hooks.overlay import Overlay
 from tgi_patches.hooks.rows import Row, Rows, attach, carry, drop, rows_of
 from tgi_patches.hooks.wrap import wrap
-from tgi_patches.kv.staged import StagedPool
-from tgi_patches.relay import Outgoing
+from tgi_patches.kv.staged import StagedInbox, StagedPool
+from tgi_patches.relay import Imported, Outgoing
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Step:
 
     chooser: Any
     rows: tuple[Completing, ...]
+    puts: dict[int, Row]
+    """By the identity of their stop rules."""
 
 
 class FlashHooks:
@@ -52,15 +54,18 @@ class FlashHooks:
         self._pool: StagedPool | None = None
         self._pool_of: Any = None
         self._step: Step | None = None
+        self._limit_reached = 0
 
-    def install(self, module: Any, chooser_class: Any) -> None:
-        """`module` is TGI's flash_causal_lm, where it looks `batch_top_tokens` up by name."""
+    def install(self, module: Any, tokens: Any) -> None:
+        """`module` is TGI's flash_causal_lm, where it looks `batch_top_tokens` up by name; utils.tokens."""
         batch_class = module.FlashCausalLMBatch
         wrap(batch_class, "from_tokenized", self.from_tokenized)
         wrap(batch_class, "filter", self.filter)
         wrap(batch_class, "concatenate", self.concatenate)
         wrap(module.FlashCausalLM, "generate_token", self.generate_token)
-        wrap(chooser_class, "__call__", self.choose)
+        wrap(tokens.HeterogeneousNextTokenChooser, "__call__", self.choose)
+        wrap(tokens.StoppingCriteria, "__call__", self.stop)
+        self._limit_reached = tokens.FinishReason.FINISH_REASON_LENGTH
         wrap(module, "batch_top_tokens", self.top_tokens)
 
     def arm(self, model: Any) -> KVShape:
@@ -89,16 +94,13 @@ class FlashHooks:
     # --- hooks ---
 
     def from_tokenized(
-        self,
-        original: Callable[..., Any],
-        cls: Any,
-        pb: Any,
-        tokenizer: Any,
-        ids: Any,
-        *rest: Any,
+        self, original: Callable[..., Any], cls: Any, pb: Any, tokenizer: Any, ids: Any, *rest: Any
     ) -> Any:
-        nobody: Rows = {}
-        rows = self._overlay.shielded(lambda: self._arrived(pb, ids), nobody)
+        rows: Rows = {}
+        for request, token_ids in zip(pb.requests, ids, strict=False):
+            self._overlay.shielded(partial(self._arrived, rows, request, token_ids), None)
+        if rows:
+            self._overlay.flush()
         batch = original(cls, pb, tokenizer, ids, *rest)
         attach(batch, rows)
         return batch
@@ -106,12 +108,12 @@ class FlashHooks:
     def filter(self, original: Callable[..., Any], batch: Any, request_ids: Any) -> Any:
         kept = original(batch, request_ids)
         if kept is not batch:
-            carry([batch], kept)
+            self._overlay.shielded(lambda: carry([batch], kept), None)
         return kept
 
     def concatenate(self, original: Callable[..., Any], cls: Any, batches: Any) -> Any:
         joined = original(cls, batches)
-        carry(batches, joined)
+        self._overlay.shielded(lambda: carry(batches, joined), None)
         return joined
 
     def generate_token(self, original: Callable[..., Any], model: Any, batch: Any) -> Any:
@@ -125,7 +127,7 @@ class FlashHooks:
             self._step = None
         if step is not None:
             for done in step.rows:
-                self._overlay.shielded(partial(self._completed, model, batch, done), None)
+                self._overlay.shielded(partial(self._completed, batch, done), None)
             drop(batch, [done.request_id for done in step.rows])
             self._overlay.flush()
         return result
@@ -139,6 +141,12 @@ class FlashHooks:
                 self._overlay.shielded(settle, None)
         return chosen
 
+    def stop(self, original: Callable[..., Any], criteria: Any, *last: Any) -> Any:
+        row = self._step.puts.get(id(criteria)) if self._step is not None else None
+        if row is None:
+            return original(criteria, *last)
+        return first_token.stop(row, self._limit_reached, original, criteria, *last)
+
     def top_tokens(self, original: Callable[..., Any], top_n: Any, *rest: Any) -> Any:
         lists = original(top_n, *rest)
         if self._step is None:
@@ -148,41 +156,28 @@ class FlashHooks:
 
     # --- arriving ---
 
-    def _arrived(self, pb: Any, ids: Sequence[Sequence[int]]) -> Rows:
-        rows: Rows = {}
-        for request, token_ids in zip(pb.requests, ids, strict=True):
-            tag = self._overlay.take_tag(request)
-            if tag is not None and self._overlay.armed:
-                rows[request.id] = self._row(tag, request, token_ids)
-        if rows:
-            self._overlay.flush()
-        return rows
-
-    def _row(self, tag: Tag, request: Any, token_ids: Sequence[int]) -> Row:
-        row = Row(tag)
-        if isinstance(tag, GetTag):
-            if self._request_logprobs and request.prefill_logprobs:
-                detail = "prompt logprobs need the whole prompt"
-                self._overlay.imported(
-                    request.id, self._overlay.relay.not_got(tag, MissReason.UNSUPPORTED, detail)
-                )
-            else:
-                self._import(row, tag, request, token_ids)
-        return row
-
-    def _import(self, row: Row, tag: GetTag, request: Any, token_ids: Sequence[int]) -> None:
-        """Only a record that is in its slots as a whole shortens the prompt."""
-        prompt_tokens = len(token_ids)
-        imported, result = self._overlay.relay.get(
-            tag, token_ids, lambda: self._paged().inbox(_slots(request, prompt_tokens), request.cache_len)
-        )
-        self._overlay.imported(request.id, result)
-        if imported is None:
+    def _arrived(self, rows: Rows, request: Any, token_ids: Sequence[int]) -> None:
+        """The row is there before anything is imported: what has an import is repaired whatever follows."""
+        tag = self._overlay.take_tag(request)
+        if tag is None or not self._overlay.armed:
             return
-        row.imported = imported
-        request.cache_len = prompt_tokens - 1
-        if request.HasField("chunk_len"):
-            request.chunk_len = 1
+        row = rows[request.id] = Row(tag)
+        if isinstance(tag, GetTag):
+            row.imported, result = self._got(tag, request, token_ids)
+            self._overlay.imported(request.id, result)
+            if row.imported is not None:
+                _shorten(request, len(token_ids))
+
+    def _got(self, tag: GetTag, request: Any, token_ids: Sequence[int]) -> tuple[Imported | None, str]:
+        relay = self._overlay.relay
+        if self._request_logprobs and request.prefill_logprobs:
+            detail = "prompt logprobs need the whole prompt"
+            return None, relay.not_got(tag, MissReason.UNSUPPORTED, detail)
+
+        def inbox() -> StagedInbox:
+            return self._paged().inbox(_slots(request, len(token_ids)), request.cache_len)
+
+        return relay.get(tag, token_ids, inbox)
 
     # --- a step ---
 
@@ -193,25 +188,28 @@ class FlashHooks:
             for i, request in enumerate(batch.requests)
             if request.id in rows and batch.prefilling_mask[i] and _completes(batch, i)
         )
-        return Step(batch.next_token_chooser, found) if found else None
+        puts = {
+            id(batch.stopping_criterias[done.index]): done.row
+            for done in found
+            if isinstance(done.row.tag, PutTag)
+        }
+        return Step(batch.next_token_chooser, found, puts) if found else None
 
-    def _completed(self, model: Any, batch: Any, done: Completing) -> None:
+    def _completed(self, batch: Any, done: Completing) -> None:
         if done.row.imported is not None:
             done.row.imported.repair()
         if isinstance(done.row.tag, PutTag):
-            self._export(model, batch, done.index, done.row.tag, done.row)
+            self._export(batch, done.index, done.row.tag, done.row)
 
-    def _export(self, model: Any, batch: Any, index: int, tag: PutTag, row: Row) -> None:
+    def _export(self, batch: Any, index: int, tag: PutTag, row: Row) -> None:
         prompt_tokens = batch.prompt_lengths[index]
-        ids = batch.all_input_ids[index]
 
         def outgoing() -> Outgoing:
             first = row.first()
-            criteria = batch.stopping_criterias[index]
             planes = self._paged().outbox(_slots(batch.requests[index], prompt_tokens))
-            return Outgoing(planes, first, first_token.ended(model, criteria, ids, prompt_tokens, first.id))
+            return Outgoing(planes, first, row.ended)
 
-        self._overlay.relay.put(tag, ids[:prompt_tokens], outgoing)
+        self._overlay.relay.put(tag, batch.all_input_ids[index][:prompt_tokens], outgoing)
 
     def _paged(self) -> StagedPool:
         """TGI makes its cache anew in Warmup: never trust an older one."""
@@ -220,6 +218,13 @@ class FlashHooks:
             self._pool = StagedPool([layer.kv_cache for layer in cache], heads_first=self._heads_first)
             self._pool_of = cache
         return self._pool
+
+
+def _shorten(request: Any, prompt_tokens: int) -> None:
+    """All but the last token is in the request's slots: only that one is left to compute."""
+    request.cache_len = prompt_tokens - 1
+    if request.HasField("chunk_len"):
+        request.chunk_len = 1
 
 
 def _completes(batch: Any, index: int) -> bool:

@@ -2,7 +2,7 @@
 
 TGI's version string says nothing (v3.3.7 calls itself 3.3.6-dev0), so every function that is wrapped,
 or whose behaviour the overlay builds on, is known by a hash of its source.
-`python -m tgi_patches.hooks.guard` prints those of the TGI that this interpreter imports.
+`python -m tgi_patches.hooks.guard` compares the TGI that this interpreter imports, function by function.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ _TOKENS = "text_generation_server.utils.tokens"
 _SERVER = "text_generation_server.server:TextGenerationService"
 _MODEL = "text_generation_server.models.model:Model"
 _CACHE = "text_generation_server.layers.attention.kv_cache:KVCache"
+
+TGI_VERSION = "v3.3.7"
+TGI_COMMIT = "dfb3fbe78e0d1d69251bd33065591c61bafdfaa8"
+"""Whose sources the hashes below are of."""
 
 SERVER: Known = MappingProxyType(
     {
@@ -78,7 +82,7 @@ def sentence(names: list[str]) -> str:
     """Why a server is not hooked."""
     shown = ", ".join(name.partition(":")[2] for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"This TGI is not one that the overlay was tested with: {shown}{more} differ from v3.3.7."
+    return f"This TGI is not one that the overlay was tested with: {shown}{more} differ from {TGI_VERSION}."
 
 
 def _found(name: str) -> str | None:
@@ -90,10 +94,12 @@ def _found(name: str) -> str | None:
 
 
 def main() -> int:
-    """Print every known name with the hash that stands in this interpreter."""
+    """Print every name with the hash found and whether it is a known one; exit code 1 where any is not."""
+    unknown = differences(SERVER) + differences(FLASH) + differences(CAUSAL)
     for name in (*SERVER, *FLASH, *CAUSAL):
-        sys.stdout.write(f"{name} {_found(name)}\n")
-    return 0
+        verdict = "unknown" if name in unknown else "known"
+        sys.stdout.write(f"{verdict:8}{_found(name) or 'absent':18}{name}\n")
+    return 1 if unknown else 0
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ def install(env: Mapping[str, str]) -> None:
     except (ContractError, ValueError) as error:
         _refuse(strict, f"The shard's spec is not usable: {error}")
         return
+    if not spec.arena_dir:
+        _refuse(strict, "The shard's spec names no folder for arenas.")
+        return
     try:
         _hook_service(place, strict)
     except Exception as error:  # noqa: BLE001 - an overlay that cannot be laid on leaves a stock server
@@ -146,6 +149,7 @@ def _served(model: Any) -> support.Served:
         batch_class=model.batch_type.__name__,
         attention=settings.ATTENTION,
         device=model.device.type,
+        ranks=model.world_size,
     )
 
 
@@ -158,7 +162,7 @@ def _flash(overlay: Overlay, served: support.Served) -> FlashHooks:
         heads_first=support.heads_first(served.attention, served.device),
         request_logprobs=settings.REQUEST_LOGPROBS,
     )
-    hooks.install(module, tokens.HeterogeneousNextTokenChooser)
+    hooks.install(module, tokens)
     return hooks
 
 
@@ -166,5 +170,5 @@ def _causal(overlay: Overlay) -> CausalHooks:
     module = importlib.import_module(f"{_MODELS}.causal_lm")
     tokens = importlib.import_module("text_generation_server.utils.tokens")
     hooks = CausalHooks(overlay)
-    hooks.install(module, tokens.NextTokenChooser)
+    hooks.install(module, tokens)
     return hooks

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tgi_patches.bridge import ArenaError
 from tgi_patches.bridge.arena import ArenaBridge
+from tgi_patches.bridge.files import make_directories
 from tgi_patches.contract import (
     PROTOCOL_VERSION,
     TAG_MARK,
@@ -90,9 +91,9 @@ class Overlay:
     def say(self) -> None:
         """Write the report as it is now; what keeps it from being written is logged."""
         try:
-            self._report_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_directories(self._report_path)
             write_report(self._report_path, self._report)
-        except OSError as error:
+        except (OSError, ArenaError) as error:
             log.warn("overlay_report_failed", error=str(error))
 
     def arm(self, fingerprint: Fingerprint, shape: KVShape) -> None:
@@ -175,6 +176,9 @@ class Overlay:
 
     def flush(self) -> None:
         """Bring the report up to date if anything was counted."""
+        self.shielded(self._flush, None)
+
+    def _flush(self) -> None:
         if self._relay is None:
             return
         exports, imports = self._relay.exports, self._relay.imports

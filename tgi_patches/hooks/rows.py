@@ -28,6 +28,9 @@ class Row:
     top: TopTokens = ()
     """And the list of likeliest tokens that TGI answers with it, where the request asked for one."""
 
+    ended: bool = False
+    """A put leg was complete with its first token."""
+
     def first(self) -> FirstToken:
         """What a put leg exports.  Raises BridgeMiss ERROR before the token was sampled."""
         if self.sampled is None:

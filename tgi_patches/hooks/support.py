@@ -19,16 +19,19 @@ _TOKENS_FIRST = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What decides: names of TGI's classes, its attention, torch's device type."""
+    """What decides: names of TGI's classes, its attention, torch's device type, tensor parallelism."""
 
     model_class: str
     batch_class: str
     attention: str
     device: str
+    ranks: int = 1
 
 
 def refusal(served: Served) -> str | None:
     """Why KV can be neither exported nor imported; None where it can."""
+    if served.ranks > 1:
+        return f"KV of a model on {served.ranks} ranks cannot be relayed yet: they would have to agree first."
     if served.model_class in CAUSAL_CLASSES:
         if served.batch_class == _CAUSAL_BATCH:
             return None
