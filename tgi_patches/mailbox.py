@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import select
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ class Mailbox:
         for _ in range(2):
             try:
                 if self._fd is None:
-                    self._fd = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    self._fd = _opened(self._path, os.O_WRONLY)
                 os.write(self._fd, line.encode())
                 return
             except OSError as error:
@@ -81,12 +82,8 @@ class MailboxReader:
         with contextlib.suppress(FileExistsError):
             os.mkfifo(self._path, 0o600)
         # For writing too: with a writer of our own the pipe never reports its end between two servers.
-        fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise FileExistsError(errno.EEXIST, "not a FIFO", str(self._path))
-        self._fd = fd
-        asyncio.get_running_loop().add_reader(fd, self._read)
+        self._fd = _opened(self._path, os.O_RDWR)
+        asyncio.get_running_loop().add_reader(self._fd, self._read)
 
     def close(self) -> None:
         if self._fd is not None:
@@ -101,12 +98,21 @@ class MailboxReader:
         except BlockingIOError:
             return
         *lines, self._rest = (self._rest + read).split(b"\n")
-        self._rest = self._rest[-os.pathconf(self._path.parent, "PC_PIPE_BUF") :]
+        self._rest = self._rest[-select.PIPE_BUF :]
         for handle, word in _letters(lines):
             if word == PUBLISHED:
                 self._published(handle)
             else:
                 self._failed(handle, MissReason(word))
+
+
+def _opened(path: Path, access: int) -> int:
+    """A descriptor of the FIFO; FileExistsError where something else stands there."""
+    fd = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileExistsError(errno.EEXIST, "not a FIFO", str(path))
+    return fd
 
 
 def _letters(lines: list[bytes]) -> Iterator[tuple[str, str]]:

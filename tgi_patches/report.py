@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from tgi_patches.contract import ContractError, Fingerprint, Message
+from tgi_patches.contract import Fingerprint, Message
 
 _SIZE_LIMIT_BYTES = 64 * 1024
 
@@ -76,6 +76,7 @@ def read_report(path: Path) -> Report | None:
     """The report at `path`; None where there is none, or one that cannot be read."""
     try:
         with path.open("rb") as file:
-            return Report.from_dict(json.loads(file.read(_SIZE_LIMIT_BYTES)))
-    except (OSError, ValueError, ContractError, TypeError):
+            raw = json.loads(file.read(_SIZE_LIMIT_BYTES))
+        return Report.from_dict(raw) if isinstance(raw, dict) else None
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

@@ -94,7 +94,7 @@ class CausalHooks:
         return self._overlay.shielded(lambda: self._arrived(batch, rows, pb, make, rest, more), batch)
 
     def generate_token(self, original: Callable[..., Any], model: Any, batch: Any) -> Any:
-        others = getattr(batch, _OTHERS, None)
+        others = vars(batch).pop(_OTHERS, None)  # once: TGI goes on with the same batch object
         if others is None:
             return self._generate(original, model, batch)
         generations, left, timings = self._generate(original, model, batch)
@@ -125,7 +125,8 @@ class CausalHooks:
         return next_id, logprobs
 
     def stop(self, original: Callable[..., Any], criteria: Any, *last: Any) -> Any:
-        row = self._step.put_of(criteria) if self._step is not None else None
+        step = self._step
+        row = self._overlay.shielded(lambda: step.put_of(criteria), None) if step is not None else None
         if row is None:
             return original(criteria, *last)
         return first_token.stop(row, self._limit_reached, original, criteria, *last)
@@ -140,7 +141,8 @@ class CausalHooks:
     # --- arriving ---
 
     def _tags(self, pb: Any) -> dict[int, Tag]:
-        tags = {request.id: self._overlay.take_tag(request) for request in pb.requests}
+        take = self._overlay.take_tag
+        tags = {r.id: self._overlay.shielded(partial(take, r), None) for r in pb.requests}
         return {id_: tag for id_, tag in tags.items() if tag is not None and self._overlay.armed}
 
     def _arrived(
@@ -248,12 +250,15 @@ def _inbox_of(row: Row) -> padded.PaddedInbox:
 
 
 def _part(pb: Any, requests: Sequence[Any]) -> Any:
-    """A batch message of some of its requests."""
+    """A message of some of its requests, tokenized as in the whole: TGI cuts all at the longest limit."""
     part = type(pb)()
     part.CopyFrom(pb)
     del part.requests[:]
     part.requests.extend(requests)
     part.size = len(requests)
+    longest = max(request.truncate for request in pb.requests)
+    for request in part.requests:
+        request.truncate = longest
     return part
 
 

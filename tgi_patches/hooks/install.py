@@ -51,11 +51,17 @@ def install(env: Mapping[str, str]) -> None:
     try:
         _hook_service(place, strict)
     except Exception as error:  # noqa: BLE001 - an overlay that cannot be laid on leaves a stock server
-        _refuse(strict, f"The overlay could not be laid on: {error!r}")
+        note = f"The overlay could not be laid on: {error!r}"
+        Overlay(place, "unknown").refuse(note)
+        _strictly(strict, note)
 
 
 def _refuse(strict: bool, note: str) -> None:
     log.warn("overlay_not_hooked", reason=note)
+    _strictly(strict, note)
+
+
+def _strictly(strict: bool, note: str) -> None:
     if strict:
         sys.stderr.write(f"{note} ({STRICT_VARIABLE}=1)\n")
         sys.exit(_BAD_INPUT)
@@ -98,7 +104,7 @@ class _Laid:
         try:
             self._hook_model(service.model)
         except Exception as error:  # noqa: BLE001 - never into TGI
-            log.warn("overlay_not_hooked", reason=repr(error))
+            Overlay(self._place, type(service.model).__name__).refuse(f"The overlay failed: {error!r}")
 
     async def warmed_up(self, original: Callable[..., Any], service: Any, *args: Any) -> Any:
         reply = await original(service, *args)

@@ -16,7 +16,6 @@ from tgi_patches.contract import (
     PROTOCOL_VERSION,
     TAG_MARK,
     BridgeMiss,
-    ContractError,
     Fingerprint,
     MissReason,
     ShardSpec,
@@ -160,7 +159,7 @@ class Overlay:
             request.ClearField("adapter_id")
         try:
             return parse_tag(sent) if request.id != HEALTH_REQUEST_ID else None
-        except ContractError as error:
+        except ValueError as error:  # a ContractError, or a number that is none
             self._faults += 1
             log.warn("overlay_bad_handle", error=str(error))
             return None

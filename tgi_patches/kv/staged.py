@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from tgi_patches.bridge import Planes
+from tgi_patches.bridge.ring import align
 from tgi_patches.kv.slots import Piece, pieces
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -92,11 +94,15 @@ class Buffer:
     def tensors(self, tokens: int) -> list[Tensor]:
         """One per plane; they overwrite what the last call gave."""
         sizes = [row * tokens for row in self._row_bytes]
-        if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
-        parts = torch.split(self._memory[: sum(sizes)], sizes)
-        shaped = zip(parts, self._dtypes, self._rows, strict=True)
-        return [part.view(dtype).view(tokens, *row) for part, dtype, row in shaped]
+        ends = list(accumulate(align(size, _WORDS[0][0]) for size in sizes))
+        if self._memory.numel() < ends[-1]:
+            self._memory = torch.empty(ends[-1], dtype=torch.uint8)
+        starts = [0, *ends]
+        shaped = zip(starts, sizes, self._dtypes, self._rows, strict=False)
+        return [
+            self._memory[start : start + size].view(dtype).view(tokens, *row)
+            for start, size, dtype, row in shaped
+        ]
 
 
 class Places:

@@ -1,0 +1,321 @@
+"""Put and get over a bridge in memory: every failure has a reason, is counted once, and never raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import pytest
+
+from tgi_patches.bridge import Bridge, FirstToken, Planes
+from tgi_patches.bridge.memory import MemoryBridge, MemoryHost
+from tgi_patches.contract import BridgeMiss, Fingerprint, GetTag, MissReason, PutTag
+from tgi_patches.relay import Imported, Outgoing, Relay
+
+FINGERPRINT = Fingerprint("smol", "r1", "tok", "float32", "float32", layers=1, kv_heads=1, head_dim=4)
+HANDLE = "0123456789abcdef" * 2
+PROMPT = [5, 6, 7]
+KV = [bytes(range(48)), bytes(range(100, 148))]
+"""K and V of three tokens with 16 bytes each."""
+FIRST = FirstToken(42, -0.5, ((42, -0.5), (43, -1.5)))
+RING_BYTES = 65536
+TTL_S = 10.0
+
+
+class Box:
+    """An inbox that keeps what arrives, and what it was told."""
+
+    def __init__(self, tokens: int = 3) -> None:
+        self.arrived = [bytearray(16 * tokens), bytearray(16 * tokens)]
+        self.told: list[str] = []
+
+    @property
+    def planes(self) -> Planes:
+        return [[memoryview(plane)] for plane in self.arrived]
+
+    def commit(self) -> None:
+        self.told.append(f"commit after {bytes(self.arrived[0])[:3]!r}")
+
+    def repair(self) -> None:
+        self.told.append("repair")
+
+
+class Pair:
+    """A prefill shard `p` and a decode shard `d` of one host, and what their relays said."""
+
+    def __init__(self) -> None:
+        self.host = MemoryHost()
+        self.now_ns = 0
+        self.said: list[tuple[str, ...]] = []
+        self.warned: list[tuple[str, dict[str, str]]] = []
+        self.put_bridge = self.bridge("p", RING_BYTES)
+        self.put = self.relay(self.put_bridge)
+        self.get = self.relay(self.bridge("d", 0))
+
+    def bridge(self, shard: str, ring_bytes: int, **options: Any) -> MemoryBridge:
+        fingerprint = options.pop("fingerprint", FINGERPRINT)
+        epoch = options.pop("epoch", 1)
+        return MemoryBridge(
+            self.host, shard, epoch, fingerprint, ring_bytes, TTL_S, clock=lambda: self.now_ns, **options
+        )
+
+    def relay(self, bridge: Bridge) -> Relay:
+        return Relay(
+            bridge,
+            published=lambda handle: self.said.append(("published", handle)),
+            failed=lambda handle, reason: self.said.append(("failed", handle, str(reason))),
+            warn=lambda event, /, **facts: self.warned.append((event, facts)),
+        )
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def outgoing(kv: Sequence[bytes] = KV) -> Outgoing:
+    return Outgoing([[memoryview(bytearray(plane))] for plane in kv], FIRST, ended=False)
+
+
+def put(relay: Relay, handle: str = HANDLE, kv: Sequence[bytes] = KV) -> None:
+    relay.put(PutTag(handle), PROMPT, lambda: outgoing(kv))
+
+
+def get(
+    relay: Relay, box: Box, prompt: Sequence[int] = PROMPT, epoch: int = 1
+) -> tuple[Imported | None, str]:
+    return relay.get(GetTag(HANDLE, "p", epoch), prompt, lambda: box)
+
+
+def test_a_record_that_was_put_is_got_as_a_whole_and_both_are_counted(pair: Pair) -> None:
+    box = Box()
+    put(pair.put)
+    imported, result = get(pair.get, box)
+    assert result == "hit"
+    assert imported is not None
+    assert (imported.first, imported.inbox) == (FIRST, box)
+    assert [bytes(plane) for plane in box.arrived] == KV
+    assert box.told == [r"commit after b'\x00\x01\x02'"]
+    imported.repair()
+    assert box.told[1:] == ["repair"]
+    assert (pair.put.exports, pair.put.imports) == ({"ok": 1}, {})
+    assert (pair.get.exports, pair.get.imports) == ({}, {"hit": 1})
+    assert pair.said == [("published", HANDLE)]
+    assert pair.warned == []
+
+
+def test_a_prompt_may_be_any_sequence(pair: Pair) -> None:
+    put(pair.put)
+    assert get(pair.get, Box(), (5, 6, 7))[1] == "hit"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_whether_the_request_ended_travels_with_the_record(pair: Pair, ended: bool) -> None:
+    pair.put.put(PutTag(HANDLE), PROMPT, lambda: replace(outgoing(), ended=ended))
+    assert pair.put_bridge.own_lookup(HANDLE).ended is ended
+
+
+# --- reasons, as the bridge itself finds them ---
+
+
+def nothing(pair: Pair) -> None:
+    pass
+
+
+def expired(pair: Pair) -> None:
+    put(pair.put)
+    pair.now_ns = round(TTL_S * 1e9)
+
+
+def overwritten(pair: Pair) -> None:
+    put(pair.put)
+    large = [bytes(RING_BYTES // 8 // 48 * 48)] * 2
+    for number in range(4):
+        put(pair.put, f"{number:032x}", large)
+
+
+def restarted(pair: Pair) -> None:
+    pair.put_bridge.close()
+    put(pair.relay(pair.bridge("p", RING_BYTES, epoch=2)))
+
+
+def another_model(pair: Pair) -> None:
+    pair.put_bridge.close()
+    put(pair.relay(pair.bridge("p", RING_BYTES, fingerprint=replace(FINGERPRINT, kv_dtype="float16"))))
+
+
+def damaged(pair: Pair) -> None:
+    put(pair.put)
+    pair.put_bridge.damage(HANDLE, 50)
+
+
+def other_planes(pair: Pair) -> None:
+    put(pair.put, kv=[bytes(24), bytes(24)])
+
+
+def other_tokens(pair: Pair) -> None:
+    pair.put.put(PutTag(HANDLE), [5, 6, 8], outgoing)
+
+
+@pytest.mark.parametrize(
+    ("happen", "reason"),
+    [
+        (nothing, MissReason.MISSING),
+        (expired, MissReason.MISSING),
+        (overwritten, MissReason.OVERWRITTEN),
+        (restarted, MissReason.EPOCH),
+        (another_model, MissReason.FINGERPRINT),
+        (damaged, MissReason.CHECKSUM),
+        (other_planes, MissReason.LAYOUT),
+        (other_tokens, MissReason.TOKENS_DIFFER),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_a_miss_with_its_reason(
+    pair: Pair, happen: Callable[[Pair], None], reason: MissReason
+) -> None:
+    happen(pair)
+    box = Box()
+    assert get(pair.get, box) == (None, str(reason))
+    assert pair.get.imports == {str(reason): 1}
+    assert box.told == []
+    ((event, facts),) = pair.warned
+    assert (event, facts["handle"], facts["reason"]) == ("kv_import_missed", HANDLE, str(reason))
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], [5, 6, 7, 7], [7, 6, 5], []])
+def test_one_token_of_difference_opens_no_inbox(pair: Pair, prompt: list[int]) -> None:
+    put(pair.put)
+    opened: list[Box] = []
+
+    def inbox() -> Box:
+        opened.append(Box())
+        return opened[-1]
+
+    assert pair.get.get(GetTag(HANDLE, "p", 1), prompt, inbox) == (None, "tokens_differ")
+    assert opened == []
+
+
+def test_a_shard_without_a_ring_exports_nothing(pair: Pair) -> None:
+    put(pair.get)
+    assert pair.get.exports == {"unsupported": 1}
+    assert pair.said == [("failed", HANDLE, "unsupported")]
+
+
+def test_a_record_over_the_limit_is_not_exported(pair: Pair) -> None:
+    put(pair.put, kv=[bytes(RING_BYTES // 4), bytes(48)])
+    assert pair.put.exports == {"layout": 1}
+    assert pair.said == [("failed", HANDLE, "layout")]
+
+
+# --- reasons, as they may come from anywhere ---
+
+
+class Raising(MemoryBridge):
+    """Raises `error` from the verb named `where`, and does the others."""
+
+    where = ""
+    error: Exception = RuntimeError()
+
+    def export(self, *args: Any, **kwargs: Any) -> Any:
+        self._raise("export")
+        return super().export(*args, **kwargs)
+
+    def lookup(self, *args: Any) -> Any:
+        self._raise("lookup")
+        return super().lookup(*args)
+
+    def read_into(self, *args: Any) -> None:
+        self._raise("read_into")
+        super().read_into(*args)
+
+    def _raise(self, verb: str) -> None:
+        if verb == self.where:
+            raise self.error
+
+
+ERRORS: list[tuple[Exception, str]] = [
+    *((BridgeMiss(reason, "said why"), str(reason)) for reason in MissReason),
+    (RuntimeError("anything"), "error"),
+    (MemoryError(), "error"),
+    (ValueError("anything"), "error"),
+    (OSError("anything"), "error"),
+]
+
+
+def raising(pair: Pair, where: str, error: Exception) -> Relay:
+    bridge = Raising(pair.host, "r", 1, FINGERPRINT, RING_BYTES, TTL_S, clock=lambda: pair.now_ns)
+    bridge.where, bridge.error = where, error
+    return pair.relay(bridge)
+
+
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
+def test_an_export_that_fails_is_counted_and_told(pair: Pair, error: Exception, reason: str) -> None:
+    relay = raising(pair, "export", error)
+    put(relay)
+    assert relay.exports == {reason: 1}
+    assert pair.said == [("failed", HANDLE, reason)]
+    ((event, facts),) = pair.warned
+    assert (event, facts["reason"]) == ("kv_export_failed", reason)
+
+
+@pytest.mark.parametrize("where", ["lookup", "read_into"])
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
+def test_a_read_that_fails_is_counted_and_never_committed(
+    pair: Pair, where: str, error: Exception, reason: str
+) -> None:
+    put(pair.put)
+    relay, box = raising(pair, where, error), Box()
+    assert get(relay, box) == (None, reason)
+    assert relay.imports == {reason: 1}
+    assert box.told == []
+    assert pair.said == [("published", HANDLE)]
+
+
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
+def test_kv_that_cannot_be_gathered_is_no_record(pair: Pair, error: Exception, reason: str) -> None:
+    def gather() -> NoReturn:
+        raise error
+
+    pair.put.put(PutTag(HANDLE), PROMPT, gather)
+    assert pair.put.exports == {reason: 1}
+    assert pair.said == [("failed", HANDLE, reason)]
+    assert get(pair.get, Box()) == (None, "missing")
+
+
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
+def test_an_inbox_that_cannot_be_opened_is_a_miss(pair: Pair, error: Exception, reason: str) -> None:
+    def inbox() -> NoReturn:
+        raise error
+
+    put(pair.put)
+    assert pair.get.get(GetTag(HANDLE, "p", 1), PROMPT, inbox) == (None, reason)
+    assert pair.get.imports == {reason: 1}
+
+
+def test_a_commit_that_fails_is_a_miss(pair: Pair) -> None:
+    class Stuck(Box):
+        def commit(self) -> None:
+            raise RuntimeError("no memory on the device")
+
+    put(pair.put)
+    assert get(pair.get, Stuck()) == (None, "error")
+    assert pair.get.imports == {"error": 1}
+
+
+def test_counters_add_up_by_reason(pair: Pair) -> None:
+    put(pair.put)
+    for prompt in (PROMPT, [1], PROMPT, [2]):
+        get(pair.get, Box(), prompt)
+    get(pair.get, Box(), epoch=9)
+    assert pair.get.imports == {"hit": 2, "tokens_differ": 2, "epoch": 1}
+
+
+def test_what_the_model_cannot_do_is_counted_by_the_reason_it_gives(pair: Pair) -> None:
+    assert (
+        pair.get.not_got(GetTag(HANDLE, "p", 1), MissReason.UNSUPPORTED, "prompt logprobs") == "unsupported"
+    )
+    pair.put.not_put(PutTag(HANDLE), MissReason.UNSUPPORTED, "a beam")
+    assert (pair.get.imports, pair.put.exports) == ({"unsupported": 1}, {"unsupported": 1})
+    assert pair.said == [("failed", HANDLE, "unsupported")]
+    assert [facts["detail"] for _, facts in pair.warned] == ["prompt logprobs", "a beam"]
