@@ -21,7 +21,7 @@ from typing import Any, Self
 PROTOCOL_VERSION = 1
 """Version N reads what N-1 wrote and refuses anything else."""
 
-OVERLAY_VERSION = "1"
+OVERLAY_VERSION = "2"
 """Changes when the bytes or the meaning of a KV record change; part of every fingerprint."""
 
 SPEC_VARIABLE = "ORCHESTRATOR_SHARD_SPEC"
@@ -31,7 +31,8 @@ STRICT_VARIABLE = "ORCHESTRATOR_TGI_STRICT"
 """`1`: a server that the overlay does not know refuses to start instead of serving mixed only."""
 PARENT_VARIABLE = "ORCHESTRATOR_PARENT_PID"
 """Set for a shard that must not outlive the process that launched it."""
-TOP_TOKENS_MAX = 5
+TOP_TOKENS_MAX = 11
+"""Of a record: a request asks for 5 at most, and tokens that tie with the last one come along."""
 TAG_MARK = "|kv"
 
 _PART = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -5,6 +5,7 @@ Nothing here raises for a bridge's sake: a failure is counted by reason and beco
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ class Relay:
         """Publish the KV of the whole prompt and its first token."""
         try:
             record = outgoing()
-            self._bridge.export(tag.handle, token_ids, record.first, record.ended, record.planes)
+            content = content_ids(token_ids, tag.adapter)
+            self._bridge.export(tag.handle, content, record.first, record.ended, record.planes)
         except BridgeMiss as miss:
             self.not_put(tag, miss.reason, str(miss))
         except Exception as error:  # noqa: BLE001 - the shard must answer whatever the bridge does
@@ -101,9 +103,20 @@ class Relay:
 
     def _read(self, tag: GetTag, token_ids: Sequence[int], inbox: Callable[[], Inbox]) -> Imported:
         record = self._bridge.lookup(tag.shard, tag.epoch, tag.handle)
-        if record.token_ids != tuple(token_ids):
-            raise BridgeMiss(MissReason.TOKENS_DIFFER, "the two shards tokenized the prompt differently")
+        if record.token_ids != content_ids(token_ids, tag.adapter):
+            raise BridgeMiss(MissReason.TOKENS_DIFFER, "the record is of another prompt or another adapter")
         opened = inbox()
         self._bridge.read_into(record, opened.planes, len(token_ids))
         opened.commit()
         return Imported(record.first, opened)
+
+
+def content_ids(token_ids: Sequence[int], adapter: str) -> tuple[int, ...]:
+    """What a record's KV is of: the prompt's tokens, the first one mixed with the adapter's name.
+
+    The same prompt has other keys and values under another adapter.  Ids are 32-bit in a record.
+    """
+    if not adapter or not token_ids:
+        return tuple(token_ids)
+    salt = int.from_bytes(hashlib.blake2b(adapter.encode(), digest_size=4).digest(), "little")
+    return (token_ids[0] ^ salt, *token_ids[1:])

@@ -11,7 +11,7 @@ import pytest
 from tgi_patches.bridge import Bridge, FirstToken, Planes
 from tgi_patches.bridge.memory import MemoryBridge, MemoryHost
 from tgi_patches.contract import BridgeMiss, Fingerprint, GetTag, MissReason, PutTag
-from tgi_patches.relay import Imported, Outgoing, Relay
+from tgi_patches.relay import Imported, Outgoing, Relay, content_ids
 
 FINGERPRINT = Fingerprint("smol", "r1", "tok", "float32", "float32", layers=1, kv_heads=1, head_dim=4)
 HANDLE = "0123456789abcdef" * 2
@@ -319,3 +319,12 @@ def test_what_the_model_cannot_do_is_counted_by_the_reason_it_gives(pair: Pair) 
     assert (pair.get.imports, pair.put.exports) == ({"unsupported": 1}, {"unsupported": 1})
     assert pair.said == [("failed", HANDLE, "unsupported")]
     assert [facts["detail"] for _, facts in pair.warned] == ["prompt logprobs", "a beam"]
+
+
+def test_what_a_record_is_of_depends_on_the_adapter_and_fits_into_32_bits() -> None:
+    plain, red, blue = (content_ids([5, 6, 7], adapter) for adapter in ("", "red", "blue"))
+    assert plain == (5, 6, 7)
+    assert len({plain, red, blue}) == 3
+    assert red[1:] == blue[1:] == (6, 7)
+    assert all(0 <= ids[0] < 2**32 for ids in (red, blue))
+    assert content_ids([], "red") == ()

@@ -19,7 +19,7 @@ from tgi_patches.bridge.ring import ALIGNMENT, align
 from tgi_patches.contract import TOP_TOKENS_MAX, BridgeMiss, MissReason
 
 MAGIC = int.from_bytes(b"TGIARENA", "little")
-VERSION = 2
+VERSION = 3
 PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
 SLOT_BYTES = 256

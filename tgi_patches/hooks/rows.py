@@ -35,7 +35,8 @@ class Row:
         """What a put leg exports.  Raises BridgeMiss ERROR before the token was sampled."""
         if self.sampled is None:
             raise BridgeMiss(MissReason.ERROR, "the first token was not seen")
-        return FirstToken(*self.sampled, self.top[:TOP_TOKENS_MAX])
+        top = self.top if len(self.top) <= TOP_TOKENS_MAX else ()  # the get leg then makes its own list
+        return FirstToken(*self.sampled, top)
 
 
 Rows = dict[int, Row]

@@ -109,11 +109,11 @@ def test_a_prompt_without_tokens_is_refused(bed: Bed) -> None:
 
 def test_more_top_tokens_than_a_slot_holds_are_refused(bed: Bed) -> None:
     prefill, planes = bed.open("p"), runs_of(pattern(1, 1, 8))
-    five = tuple((token, -float(token)) for token in range(5))
-    prefill.export(handle(1), [1], FirstToken(1, 0.0, five), False, planes)
-    assert prefill.own_lookup(handle(1)).first.top == five
-    six = FirstToken(1, 0.0, (*five, (5, -5.0)))
-    assert reason_of(prefill.export, handle(2), [1], six, False, planes) == MissReason.LAYOUT
+    eleven = tuple((token, -float(token)) for token in range(11))
+    prefill.export(handle(1), [1], FirstToken(1, 0.0, eleven), False, planes)
+    assert prefill.own_lookup(handle(1)).first.top == eleven
+    twelve = FirstToken(1, 0.0, (*eleven, (11, -11.0)))
+    assert reason_of(prefill.export, handle(2), [1], twelve, False, planes) == MissReason.LAYOUT
 
 
 @pytest.mark.parametrize(("planes", "size", "tokens"), [(1, 400, 4), (3, 400, 4), (2, 396, 4), (2, 500, 5)])
