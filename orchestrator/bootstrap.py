@@ -26,8 +26,8 @@ from typing import Any, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
-EXTRAS = {"run": ("bench", "shard"), "test": ("bench", "dev", "shard")}
-DOWNLOAD_MB = {"base": 15, "shard": 50, "bench": 22, "dev": 30, "redis": 6}
+EXTRAS = {"run": ("bench", "shard"), "test": ("bench", "dev", "shard", "tgi")}
+DOWNLOAD_MB = {"base": 15, "shard": 50, "bench": 22, "dev": 30, "redis": 6, "tgi": 7}
 """About how much pip downloads for each extra, torch apart."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_CPU_MB = 190

@@ -69,6 +69,10 @@ def up(
     mixed: Annotated[int | None, typer.Option(help="Number of mixed shards.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for any free one.")] = None,
     redis: RedisUrl = None,
+    tgi_python: Annotated[
+        str | None,
+        typer.Option(help="Drive TGI's own server, of this interpreter, in place of the built-in engine."),
+    ] = None,
     deployment: Deployment = None,
     detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
     as_json: Json = False,
@@ -86,6 +90,7 @@ def up(
         "shards.decode.count": decode,
         "shards.mixed.count": mixed,
         "redis.url": redis,
+        "tgi.python": tgi_python,
         "deployment": deployment,
     }
     start(settings_of(config, flags, port=port), detach=detach, as_json=as_json, report_fd=report_fd)

@@ -147,6 +147,21 @@ class ArenaSection(Section):
         return self.dir or Path(f"/dev/shm/tgi-orchestrator-{os.getuid()}")
 
 
+class TgiSection(Section):
+    """Drive TGI's own Python server in place of the embedded engine."""
+
+    python: AbsolutePath | None = None
+    """An interpreter that has the server installed."""
+    env: dict[str, str] = {}
+    """Variables of that server, on top of the shard's own."""
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> Self:
+        if self.env and self.python is None:
+            raise ValueError("tgi.env is for TGI's server: name its interpreter in tgi.python")
+        return self
+
+
 class Settings(Section):
     version: Literal[1] = 1
     deployment: str = "default"
@@ -158,6 +173,7 @@ class Settings(Section):
     redis: RedisSection = RedisSection()
     limits: LimitsSection = LimitsSection()
     arena: ArenaSection = ArenaSection()
+    tgi: TgiSection = TgiSection()
 
     @field_validator("deployment")
     @classmethod
@@ -166,6 +182,12 @@ class Settings(Section):
             return checked_part(value, "deployment name")
         except ContractError as error:
             raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _dtype_known_to_the_engine(self) -> Self:
+        if self.tgi.python is not None and self.model.dtype == "int8":
+            raise ValueError("model.dtype int8 is the embedded engine's; TGI's server does not have it")
+        return self
 
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Self:

@@ -31,6 +31,8 @@ STRICT_VARIABLE = "ORCHESTRATOR_TGI_STRICT"
 """`1`: a server that the overlay does not know refuses to start instead of serving mixed only."""
 PARENT_VARIABLE = "ORCHESTRATOR_PARENT_PID"
 """Set for a shard that must not outlive the process that launched it."""
+IMPORTS_METADATA = "x-orchestrator-imports"
+"""gRPC metadata after a Prefill with get legs: JSON, `hit` or the reason by request id."""
 TOP_TOKENS_MAX = 11
 """Of a record: a request asks for 5 at most, and tokens that tie with the last one come along."""
 TAG_MARK = "|kv"

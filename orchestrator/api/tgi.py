@@ -55,7 +55,11 @@ def routes(gateway: Gateway) -> APIRouter:
     @router.get("/info")
     async def info() -> Response:
         answer = await gateway.admission.ask_any("/info")
-        return Response(answer.body, media_type="application/json")
+        notes = [
+            f"{view.shard} serves mixed only: {view.note}" for view in gateway.queue.shards() if view.note
+        ]
+        body = orjson.dumps({**answer.json(), "notes": notes}) if notes else answer.body
+        return Response(body, media_type="application/json")
 
     @router.get("/health")
     @router.get("/ping")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from orchestrator.core.ticket import EMBEDDED
 from orchestrator.deployment.state import State
 from tgi_patches.contract import Role
 
@@ -30,9 +31,15 @@ def facts(state: State) -> dict[str, Any]:
         "pid": state.pid,
         "model": state.model_name,
         "dtype": state.dtype,
+        "engine": engine_of(state),
         "shards": [spec.shard for spec in state.specs],
         "logs": dict(state.logs),
     }
+
+
+def engine_of(state: State) -> str:
+    """`embedded`, or `TGI` where the shards drive TGI's server."""
+    return "TGI" if state.specs[0].tgi_python else EMBEDDED
 
 
 def banner(state: State, *, detached: bool) -> str:
@@ -51,9 +58,10 @@ def banner(state: State, *, detached: bool) -> str:
     ]
     width = max(len(command) for command, _ in tries)
     shards = ", ".join(spec.shard for spec in state.specs)
+    engine = "" if engine_of(state) == EMBEDDED else f" on {engine_of(state)}'s own server"
     return "\n".join(
         (
-            f"\nReady: {state.url} serves {state.model_name} in {state.dtype} ({shards}).\n",
+            f"\nReady: {state.url} serves {state.model_name} in {state.dtype}{engine} ({shards}).\n",
             "Ask it something:",
             f"  {curl_line(state.url)}\n",
             "Then try:",

@@ -27,6 +27,7 @@ def show_status(url: str, *, as_json: bool) -> None:
         typer.echo(json.dumps({"url": url, **told}, indent=2))
         return
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -35,6 +36,9 @@ def show_status(url: str, *, as_json: bool) -> None:
     if told.get("degraded"):
         console.print(f"[yellow]{told['degraded']}[/]")
     console.print(shard_table(told))
+    for shard in told["shards"]:
+        if shard["note"]:
+            console.print(f"[yellow]{shard['shard']} serves mixed only: {escape(shard['note'])}[/]")
     console.print(_totals(told))
 
 
@@ -49,7 +53,7 @@ def shard_table(told: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("shard", "role", "state"):
+    for name in ("shard", "role", "engine", "state"):
         table.add_column(name)
     for name in ("KV tokens", "slots", "records", "ring MiB"):
         table.add_column(name, justify="right")
@@ -59,6 +63,7 @@ def shard_table(told: Mapping[str, Any]) -> Table:
         table.add_row(
             shard["shard"],
             shard["role"],
+            shard["engine"] if shard["hooked"] else f"[yellow]{shard['engine']}, unhooked[/]",
             f"[{colour}]{shard['state']}[/]",
             f"{shard['reserved_kv_tokens']:,} / {shard['kv_tokens']:,}",
             f"{shard['reserved_slots']} / {shard['slots']}",

@@ -85,6 +85,7 @@ class Watched:
             record_limit_bytes=status.record_limit_bytes,
             bytes_per_token=status.bytes_per_token,
             hooked=status.hooked,
+            note=status.note,
         )
 
 

@@ -40,6 +40,8 @@ class ShardStatus:
     running: int
     """Requests that it works on, by its own count."""
     reserved: Reserved
+    note: str = ""
+    """Why it serves mixed only, or empty."""
 
     @classmethod
     def of(cls, watched: Watched, reserved: Reserved, *, pid: int | None, problem: str) -> Self:
@@ -57,6 +59,7 @@ class ShardStatus:
             slots=status.slots if status else 0,
             running=status.running if status else 0,
             reserved=reserved,
+            note=status.note if status else "",
         )
 
 

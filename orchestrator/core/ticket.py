@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from tgi_patches.contract import Fingerprint, Limits, Role
 
+EMBEDDED = "embedded"
+"""What an embedded shard's fingerprint has in place of one of TGI's attention implementations."""
+
 
 class Choice(StrEnum):
     """How a request is served."""
@@ -66,6 +69,14 @@ class ShardView:
     """Bytes of granted records that are not completed; stays under half the ring."""
     outstanding_records: int = 0
     hooked: bool = True
+    """False: TGI's server runs without the overlay's hooks and serves mixed only."""
+    note: str = ""
+    """Where not hooked, the reason in a sentence."""
+
+    @property
+    def engine(self) -> str:
+        """`embedded`, or `TGI` for a shard that drives TGI's server."""
+        return EMBEDDED if self.fingerprint.attention == EMBEDDED else "TGI"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 
 FILES = "*.arena"
+BESIDE = ("*.report", "*.report-new", "*.mailbox")
+"""What the server and the sidecar of a TGI shard tell each other; each shard removes its own."""
 
 
 def free_bytes(directory: Path) -> int:
@@ -33,13 +35,16 @@ def _written(path: Path) -> bool:
 
 
 def remove_arenas(directory: Path, deployment: str) -> None:
-    """Remove the deployment's arena files and the folders that are empty then.
+    """Remove the deployment's arena files, what stands beside them, and the folders that are empty then.
 
     A file whose writer lives is somebody else's: state folders differ, arenas of a name do not.
     """
     folder = directory / deployment
     for path in folder.glob(FILES):
         if not _written(path):
+            path.unlink(missing_ok=True)
+    if not any(folder.glob(FILES)):
+        for path in (path for pattern in BESIDE for path in folder.glob(pattern)):
             path.unlink(missing_ok=True)
     for empty in (folder, directory):
         with contextlib.suppress(OSError):

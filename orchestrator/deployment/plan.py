@@ -66,6 +66,8 @@ def make_plan(
             max_total_tokens=max_total,
             max_batch_prefill_tokens=_prefill_budget(role, settings, max_input),
             max_concurrent_requests=settings.limits.max_concurrent_requests,
+            tgi_python=str(settings.tgi.python or ""),
+            tgi_env=settings.tgi.env,
         )
         for role, index, cpus in _places(settings, cores)
     )

@@ -53,6 +53,8 @@ async def _shards(
             elif shard.shard not in told:
                 told.add(shard.shard)
                 progress.done(f"Shard {shard.shard} ({time.monotonic() - begun_s:.1f} s)")
+                if shard.note:
+                    progress.done(f"Shard {shard.shard} serves mixed only: {shard.note}")
         if waiting:
             progress.step(f"Waiting for {', '.join(waiting)}")
 

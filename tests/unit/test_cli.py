@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from orchestrator.cli import app
 from orchestrator.deployment.state import State, StateFolder, started_ticks
 from orchestrator.errors import ConfigError
-from tgi_patches.contract import Role, ShardSpec
+from tgi_patches.contract import OVERLAY_VERSION, PROTOCOL_VERSION, Role, ShardSpec
 
 COMMANDS = ("up", "down", "status", "serve", "logs", "verify", "version")
 
@@ -271,4 +271,4 @@ def test_logs_follow_shows_what_is_appended_and_a_log_that_begins_anew(tmp_path:
 def test_version_names_the_program_and_the_contract() -> None:
     result = run("version")
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[1] == "protocol 1, overlay 1"
+    assert result.stdout.splitlines()[1] == f"protocol {PROTOCOL_VERSION}, overlay {OVERLAY_VERSION}"

@@ -24,7 +24,7 @@ from orchestrator.deployment.progress import Lines, Reports
 from orchestrator.deployment.state import State
 from tgi_patches.contract import Role, ShardSpec
 
-STATUS = {
+STATUS: dict[str, Any] = {
     "model": "tiny",
     "degraded": None,
     "waiting": 2,
@@ -36,6 +36,9 @@ STATUS = {
             "shard": "prefill-0",
             "role": "prefill",
             "state": "ready",
+            "engine": "embedded",
+            "hooked": True,
+            "note": "",
             "epoch": 1795972620221869567,
             "kv_tokens": 16384,
             "slots": 128,
@@ -77,10 +80,18 @@ def test_status_is_a_table_with_what_is_promised_and_what_there_is() -> None:
     assert result.exit_code == 0
     row = next(line for line in result.stdout.splitlines() if line.startswith("prefill-0"))
     assert " ".join(row.split()) == (
-        "prefill-0 prefill ready 1,234 / 16,384 5 / 128 6 3 / 10 1795972620221869567"
+        "prefill-0 prefill embedded ready 1,234 / 16,384 5 / 128 6 3 / 10 1795972620221869567"
     )
     assert "3 open requests, 2 waiting" in result.stdout
     assert "1,234 KV tokens in 5 slots; 6 outstanding records." in result.stdout
+
+
+def test_status_tells_of_a_tgi_server_that_is_not_hooked_and_why() -> None:
+    shard = {**STATUS["shards"][0], "engine": "TGI", "hooked": False, "note": "TGI [3] is unknown."}
+    with gateway(200, json.dumps({**STATUS, "shards": [shard]}).encode()) as url:
+        result = CliRunner().invoke(app, ["status", "--url", url])
+    assert "prefill-0  prefill  TGI, unhooked  ready" in result.stdout
+    assert "prefill-0 serves mixed only: TGI [3] is unknown." in result.stdout
 
 
 def test_status_says_when_the_deployment_is_degraded() -> None:

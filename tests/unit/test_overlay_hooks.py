@@ -121,9 +121,15 @@ def test_top_tokens_of_a_hit_are_the_exported_ones(prefill: FlashShard, decode: 
     assert decode.step(batch)[0][0].top[0][0] == (SUM + SUM + DECODE_BIAS) % VOCAB
 
 
-def test_a_record_keeps_five_top_tokens(prefill: FlashShard, decode: FlashShard) -> None:
-    prefill.prefill(ask(put_tag(1), top_n_tokens=9))
-    assert len(decode.prefill(ask(get_tag(1), top_n_tokens=9))[0].top) == 5
+def test_a_record_keeps_eleven_top_tokens_and_longer_lists_are_the_get_servers_own(
+    prefill: FlashShard, decode: FlashShard
+) -> None:
+    """Eleven fit; a list of twelve is not cut, as TGI would not cut it."""
+    for number, length in ((1, 11), (2, 12)):
+        prefill.prefill(ask(put_tag(number), number, top_n_tokens=length))
+        top = decode.prefill(ask(get_tag(number), number, top_n_tokens=length))[0].top
+        assert len(top) == length
+        assert (top[0][0] == OWN) == (length == 12)
 
 
 def test_top_tokens_that_nobody_exported_are_this_shards(prefill: FlashShard, decode: FlashShard) -> None:

@@ -172,7 +172,8 @@ def test_a_shard_without_a_ring_never_prefills_for_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("dtype", "bfloat16"), ("revision", "other"), ("overlay", "2"), ("kv_heads", 4)]
+    ("field", "value"),
+    [("dtype", "bfloat16"), ("revision", "other"), ("overlay", "old"), ("kv_heads", 4)],
 )
 def test_unlike_shards_never_pair_and_the_reason_names_the_difference(field: str, value: object) -> None:
     other = replace(D0, fingerprint=replace(PRINT, **{field: value}))  # type: ignore[arg-type]

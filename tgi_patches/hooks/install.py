@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from tgi_patches.contract import (
     EPOCH_VARIABLE,
+    IMPORTS_METADATA,
     STRICT_VARIABLE,
     BridgeMiss,
     ContractError,
@@ -19,7 +20,7 @@ from tgi_patches.hooks import guard, log, support
 from tgi_patches.hooks.causal import CausalHooks
 from tgi_patches.hooks.flash import FlashHooks
 from tgi_patches.hooks.identity import KVShape, fingerprint_of
-from tgi_patches.hooks.overlay import IMPORTS_METADATA, Overlay, Place
+from tgi_patches.hooks.overlay import Overlay, Place
 from tgi_patches.hooks.wrap import wrap, wrap_coroutine
 
 _MODELS = "text_generation_server.models"

@@ -31,8 +31,6 @@ from tgi_patches.report import Report, report_path, write_report
 T = TypeVar("T")
 HEALTH_REQUEST_ID = (1 << 64) - 1
 """TGI's router probes a server that failed with a prefill of this id."""
-IMPORTS_METADATA = "x-orchestrator-imports"
-"""Sent after a Prefill with get legs: JSON, `hit` or the reason by request id.  TGI's router ignores it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 import structlog
@@ -37,38 +38,53 @@ def main() -> int:
     except (OrchestratorError, ContractError) as error:
         sys.stderr.write(f"{error}\n")
         return getattr(error, "exit_code", ConfigError.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
 
 
 async def _serve(spec: ShardSpec, listener: socket.socket) -> int:
-    from .assemble import assemble  # after pinning: torch sizes its thread pool when it is imported
     from .server import create_app
 
-    shard = assemble(spec)
-    try:
-        await _warm_up(shard.server, spec)
-        log.info("shard_ready", shard=spec.shard, role=str(spec.role), dtype=spec.dtype)
+    async with _opened(spec) as server:
         config = uvicorn.Config(
-            create_app(shard.server),
+            create_app(server),
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
             lifespan="on",
         )
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again once it has stopped
-        await uvicorn.Server(config).serve(sockets=[listener])
-    finally:
-        shard.close()
+        http = uvicorn.Server(config)
+        # For a signal that comes before uvicorn listens for it, and when uvicorn raises it again at its end.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(http, "should_exit", True))
+        log.info("shard_ready", shard=spec.shard, role=str(spec.role), dtype=spec.dtype)
+        await http.serve(sockets=[listener])
+        _check(server)
     return 0
 
 
-async def _warm_up(server: ShardServer, spec: ShardSpec) -> None:
-    """The first step of a model shows what its config does not: refuse it here, in a sentence."""
-    try:
-        await server.warmup()
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"The model {spec.model_name} cannot be served: {error}") from error
+def _opened(spec: ShardSpec) -> AbstractAsyncContextManager[ShardServer]:
+    """The engine that the spec asks for, behind the same HTTP surface."""
+    # Imported after pinning: torch sizes its thread pool when it is imported.
+    if spec.tgi_python:
+        try:
+            from orchestrator.embedded.tgi.assemble import opened as opened_tgi
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"Driving TGI's server needs the package {error.name}: install tgi-orchestrator[shard,tgi]."
+            ) from error
+        return opened_tgi(spec)
+    from .assemble import opened
+
+    return opened(spec)
+
+
+def _check(server: ShardServer) -> None:
+    """ShardError for a shard that did not end because it was told to."""
+    failure = server.failure
+    if isinstance(failure, OrchestratorError):
+        raise ShardError(str(failure)) from failure
+    if failure is not None:
+        raise ShardError(f"The shard's loop ended: {failure!r}") from failure
 
 
 def _listen(spec: ShardSpec) -> socket.socket:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +52,25 @@ class Shard:
     def close(self) -> None:
         self.model.close()
         self.bridge.close()
+
+
+@asynccontextmanager
+async def opened(spec: ShardSpec) -> AsyncIterator[ShardServer]:
+    """The shard of `spec`, warmed up; closed at the end."""
+    shard = assemble(spec)
+    try:
+        await _warm_up(shard.server, spec)
+        yield shard.server
+    finally:
+        shard.close()
+
+
+async def _warm_up(server: ShardServer, spec: ShardSpec) -> None:
+    """The first step of a model shows what its config does not: refuse it here, in a sentence."""
+    try:
+        await server.warmup()
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"The model {spec.model_name} cannot be served: {error}") from error
 
 
 def assemble(spec: ShardSpec) -> Shard:

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from typing import Protocol
 
 
@@ -44,12 +45,15 @@ class Allocator(Protocol):
 
 
 class BlockAllocator:
-    """Fixed-size blocks 0..count-1; each belongs to one request or is free."""
+    """Fixed-size blocks 0..count-1; each belongs to one request or is free.
 
-    def __init__(self, count: int, block_size: int) -> None:
-        self.count = count
+    The first `reserved` of them are never given out: the model writes there itself.
+    """
+
+    def __init__(self, count: int, block_size: int, *, reserved: int = 0) -> None:
+        self.count = count - reserved
         self.block_size = block_size
-        self._free = list(range(count))
+        self._free = list(range(reserved, count))
 
     @property
     def free_tokens(self) -> int:
@@ -96,8 +100,8 @@ class PrefixAllocator(BlockAllocator):
     A prefix is known only once its KV was computed, so a failed prefill poisons nothing.
     """
 
-    def __init__(self, count: int, block_size: int) -> None:
-        super().__init__(count, block_size)
+    def __init__(self, count: int, block_size: int, *, reserved: int = 0) -> None:
+        super().__init__(count, block_size, reserved=reserved)
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._owners: Counter[int] = Counter()
@@ -165,3 +169,38 @@ class PrefixAllocator(BlockAllocator):
         del self._kept[block]
         del self._block_of[self._hash_of.pop(block)]
         insort(self._free, block)
+
+
+class RowAllocator:
+    """For a model that pads: no blocks, but a budget of tokens for all rows at the longest one's length.
+
+    TGI's router counts so too (backends/v3/src/queue.rs, where there is no block allocator).
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._rows: dict[int, int] = {}
+        self._ids = count()
+
+    @property
+    def used_tokens(self) -> int:
+        return len(self._rows) * max(self._rows.values(), default=0)
+
+    def allocate(self, tokens: int, prompt: Sequence[int] = ()) -> Allocation | None:  # noqa: ARG002
+        """A row, named in place of a block."""
+        longest = max(self._rows.values(), default=0)
+        if (len(self._rows) + 1) * max(longest, tokens) > self._tokens:
+            return None
+        row = next(self._ids)
+        self._rows[row] = tokens
+        return Allocation((row,))
+
+    def computed(self, blocks: tuple[int, ...], prompt: Sequence[int]) -> None:
+        """No prefix is shared."""
+
+    def free(self, blocks: tuple[int, ...]) -> None:
+        for row in blocks:
+            del self._rows[row]
+
+    def slots(self, blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:  # noqa: ARG002
+        return ()

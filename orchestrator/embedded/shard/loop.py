@@ -16,7 +16,7 @@ from itertools import count
 
 import structlog
 
-from orchestrator.errors import GenerationFailed, Overloaded
+from orchestrator.errors import GenerationFailed, Overloaded, ShardError
 from tgi_patches.contract import GetTag, parse_tag
 
 from .blocks import Allocator
@@ -37,6 +37,8 @@ class Budgets:
     max_concurrent_requests: int
     chunked: bool = False
     """Split prompts at the prefill budget and let running requests step along."""
+    lookahead_tokens: int = 0
+    """KV positions that a request needs beyond its last token."""
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ class Loop:
         await self._model.warmup()
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled.  Raises ShardError once the model is gone; nobody is left waiting then."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -141,8 +143,11 @@ class Loop:
                 steps_since_prefill += 1
         except Exception as error:
             log.exception("step_failed", requests=len(self._running))
+            self._fail_running(error)
+            if isinstance(error, ShardError):
+                self._fail_waiting(error)
+                raise
             await self._model.clear_cache()
-            self._fail_all(error)
 
     def _joining(self, cached: CachedBatch, steps: int) -> Batch | None:
         running = len(cached.request_ids)
@@ -225,14 +230,15 @@ class Loop:
     def _take(self, entry: Entry, chunk: int) -> bool:
         """Give the request its blocks; False where too few are free."""
         request = entry.request
-        allocation = self._allocator.allocate(entry.total_tokens, _shareable(request))
+        tokens = entry.total_tokens + self._budgets.lookahead_tokens
+        allocation = self._allocator.allocate(tokens, _shareable(request))
         if allocation is None:
             return False
         entry.blocks = allocation.blocks
         entry.timing.started_s = time.monotonic()
         entry.request = replace(
             request,
-            slots=self._allocator.slots(allocation.blocks, entry.total_tokens),
+            slots=self._allocator.slots(allocation.blocks, tokens),
             cache_len=allocation.cached_tokens,
             chunk_len=chunk if chunk < len(request.input_ids) else 0,
         )
@@ -242,11 +248,21 @@ class Loop:
         del self._running[entry.request.id]
         self._allocator.free(entry.blocks)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_running(self, error: Exception) -> None:
         for entry in list(self._running.values()):
-            failure = GenerationFailed(f"Request failed during generation: {type(error).__name__}")
-            entry.steps.put_nowait(failure)
+            entry.steps.put_nowait(_failure(error))
             self._drop(entry)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        for entry in self._waiting:
+            entry.steps.put_nowait(_failure(error))
+        self._waiting.clear()
+
+
+def _failure(error: Exception) -> GenerationFailed:
+    """For one reader.  A model's own sentence is passed on; other errors may tell of prompts."""
+    own = isinstance(error, (GenerationFailed, ShardError))
+    return GenerationFailed(f"Request failed during generation: {error if own else type(error).__name__}")
 
 
 def _shareable(request: Request) -> tuple[int, ...]:

@@ -25,6 +25,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     seed: int = 0
+    watermark: bool = False
+    grammar: str = ""
+    """A regular expression that the text must follow; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +119,26 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
+    """What a model is.  A remote one does not tell everything: 0 and empty are then unknown."""
+
     model_type: str
     dtype: str
     vocab_size: int
     kv_bytes_per_token: int
     kv_tokens: int
+    """Tokens of its pool; 0 until Warmup has measured it, and for a padded model."""
     max_position: int
     block_size: int
     eos_token_ids: tuple[int, ...] = field(default=())
+    chunked: bool = False
+    """It goes on with split prompts by itself, so the loop must split them and let running requests join."""
+    padded: bool = False
+    """It pads every row of a batch to the longest and has neither blocks nor slots."""
+    prefix_caching: bool = False
+    lookahead_tokens: int = 0
+    """Positions past a request's end that a step may write (speculation)."""
+    attention: str = "embedded"
+    device: str = "cpu"
 
 
 class ShardModel(Protocol):

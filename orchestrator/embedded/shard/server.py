@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from orchestrator.api import answers, sse
 from orchestrator.api.schemas import ChatRequest, CompletionRequest, GenerateBody, parse_body
 from orchestrator.core.validation import GenerateRequest, invalid
-from orchestrator.errors import GatewayError, GenerationFailed, TooLarge
+from orchestrator.errors import GatewayError, GenerationFailed, ShardError, TooLarge
 from tgi_patches.contract import checked_handle
 from tgi_patches.sidecar import Sidecar
 
@@ -33,6 +33,8 @@ T = TypeVar("T")
 Events = AsyncGenerator[tuple[bytes, str]]
 """Encoded events, each with the import result that it tells of (empty but for the first)."""
 Handler = Callable[[Request], Awaitable[Response]]
+Run = Callable[[], Coroutine[Any, Any, None]]
+"""Serves requests until it is cancelled; ends by itself, or raises, when it can serve no more."""
 
 _WAIT_LIMIT_S = 60.0
 _IMPORT_HEADER = "x-orchestrator-import"
@@ -40,15 +42,28 @@ _STREAM_HEADERS = {"x-accel-buffering": "no", "cache-control": "no-cache"}
 
 
 class ShardServer:
-    """Routes as methods; `create_app` mounts them."""
+    """Routes as methods; `create_app` mounts them.  `run` is the loop's own unless more must run with it."""
 
-    def __init__(self, service: Service, sidecar: Sidecar, info: answers.Info) -> None:
+    def __init__(
+        self, service: Service, sidecar: Sidecar, info: answers.Info, run: Run | None = None
+    ) -> None:
         self.service = service
         self.sidecar = sidecar
+        self.run = run or service.loop.run
+        self.failure: BaseException | None = None
+        """Why the shard can serve no more."""
         self._info = info
 
     async def warmup(self) -> None:
         await self.service.loop.warmup()
+
+    def run_ended(self, task: asyncio.Task[None]) -> None:
+        """A shard without its loop would accept requests and never answer: end the process instead."""
+        if task.cancelled():
+            return
+        self.failure = task.exception() or ShardError("The shard's loop ended.")
+        log.critical("shard_broken", error=repr(self.failure))
+        signal.raise_signal(signal.SIGTERM)
 
     # --- generation ---
 
@@ -188,11 +203,13 @@ class ShardServer:
 def create_app(server: ShardServer) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(server.service.loop.run())
-        task.add_done_callback(_stop_without_a_loop)
-        yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        task = asyncio.create_task(server.run())
+        task.add_done_callback(server.run_ended)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     posts: dict[str, Handler] = {
@@ -216,13 +233,6 @@ def create_app(server: ShardServer) -> FastAPI:
     app.add_exception_handler(GatewayError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     return app
-
-
-def _stop_without_a_loop(task: asyncio.Task[None]) -> None:
-    """A shard whose loop ended would accept requests and never answer: end the process instead."""
-    if not task.cancelled():
-        log.critical("loop_ended", error=repr(task.exception()))
-        signal.raise_signal(signal.SIGTERM)
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:

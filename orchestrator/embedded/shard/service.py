@@ -62,10 +62,12 @@ class Answer:
 class Service:
     """One model's requests, behind every HTTP route."""
 
-    def __init__(self, *, tokenizer: Any, loop: Loop, limits: Limits) -> None:
+    def __init__(self, *, tokenizer: Any, loop: Loop, limits: Limits, guided: bool = False) -> None:
+        """`guided`: the model knows watermarks and grammars that are regular expressions."""
         self.tokenizer = tokenizer
         self.loop = loop
         self.limits = limits
+        self._guided = guided
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -139,9 +141,9 @@ class Service:
         return answer
 
     def _refuse_unsupported(self, parameters: ValidParameters) -> None:
-        if parameters.grammar is not None:
+        if parameters.grammar is not None and not self._guided:
             raise invalid("grammars are not supported by the embedded shard")
-        if parameters.watermark:
+        if parameters.watermark and not self._guided:
             raise invalid("`watermark` is not supported by the embedded shard")
         try:
             parse_tag(parameters.adapter_id)
@@ -166,4 +168,13 @@ def _sampling(parameters: ValidParameters) -> Sampling:
         repetition_penalty=parameters.repetition_penalty,
         frequency_penalty=parameters.frequency_penalty,
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
+        watermark=parameters.watermark,
+        grammar="" if parameters.grammar is None else _regex(parameters.grammar),
     )
+
+
+def _regex(grammar: Any) -> str:
+    """TGI's router compiles every other kind of grammar to one, which is not done here."""
+    if grammar.type != "regex":
+        raise invalid(f"grammars of the type {grammar.type!r} are not supported by the embedded shard")
+    return str(grammar.value)

@@ -131,10 +131,10 @@ def prefill_tokens(
     prepared: Prepared, answer: Answer, texts: Callable[[Sequence[int]], list[str]]
 ) -> list[answers.PrefillToken]:
     """`details.prefill`: the prompt's tokens; the first has no log probability."""
-    if not prepared.request.prefill_logprobs:
-        return []
-    logprobs = (None, *answer.prompt_logprobs)
     ids = prepared.request.input_ids
+    logprobs = (None, *answer.prompt_logprobs)
+    if not prepared.request.prefill_logprobs or len(logprobs) != len(ids):
+        return []  # TGI's server leaves them out unless it was started to compute them
     triples = zip(ids, texts(ids), logprobs, strict=True)
     return [answers.PrefillToken(id=i, text=text, logprob=logprob) for i, text, logprob in triples]
 
