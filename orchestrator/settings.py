@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -16,6 +17,12 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 def _absolute(value: object) -> object:
     return Path(value).expanduser().absolute() if isinstance(value, (str, Path)) else value
+
+
+def _on_path(value: object) -> object:
+    """A bare name is looked up as a shell would; what is not found stays a path."""
+    bare = isinstance(value, str) and "/" not in value
+    return (shutil.which(str(value)) or value) if bare else value
 
 
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
@@ -150,8 +157,8 @@ class ArenaSection(Section):
 class TgiSection(Section):
     """Drive TGI's own Python server in place of the embedded engine."""
 
-    python: AbsolutePath | None = None
-    """An interpreter that has the server installed."""
+    python: Annotated[AbsolutePath | None, BeforeValidator(_on_path)] = None
+    """An interpreter that has the server installed: a path, or a command on PATH."""
     env: dict[str, str] = {}
     """Variables of that server, on top of the shard's own."""
 

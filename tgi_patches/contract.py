@@ -239,6 +239,8 @@ class Message:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if not isinstance(raw, Mapping):
+            raise ContractError(f"A {cls.__name__} message must be a JSON object.")
         try:
             return cls(**{key: value for key, value in raw.items() if key in known})
         except (TypeError, ValueError) as error:

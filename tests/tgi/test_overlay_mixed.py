@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.embedded.shard.seam import Batch, CachedBatch, Generation, Request, Stopping
+from orchestrator.embedded.shard.seam import Batch, CachedBatch, Generation, Request, Sampling, Stopping
 from orchestrator.embedded.tgi.model import ModelLimits, TgiModel
 from tests.tgi.pair import LIMITS, Models, Prompt, Trio, logprobs, tokens, trio
 from tests.tgi.prompts import twenty
@@ -257,3 +257,30 @@ async def test_a_put_whose_prefix_was_cached_exports_the_whole_prompt(
         await got.finish(await got.prefill(replace(own, adapter_id=models.get_tag(handle, first.token.id))))
         assert got.steps[asked.id][0].import_result == "hit"
         await assert_as_alone(models, got, (asked,))
+
+
+async def test_chunks_do_not_change_what_a_seed_draws(flash: Trio, prompts: list[Prompt]) -> None:
+    """Stock TGI draws for a row in every chunk of its prompt; the legs of a request have unlike chunks."""
+    sampling = Sampling(do_sample=True, temperature=1.0, seed=7)
+    stopping = Stopping(NEW_TOKENS, ignore_eos_token=True)
+    async with flash.models(CHUNKS) as models:
+        asked = models.ask(prompts[14], stopping, sampling=sampling)
+        whole = await models.colocated(asked)
+        handle = new_handle()
+        leg = replace(
+            asked,
+            adapter_id=f"|kv1:put:{handle}",
+            stopping=replace(stopping, max_new_tokens=1),
+            chunk_len=50,
+        )
+        put, got = Run(models.put), Run(models.get)
+        await put.finish(await put.prefill(leg))
+        first = put.steps[asked.id][0].token
+        await got.finish(await got.prefill(replace(asked, adapter_id=models.get_tag(handle, first.id))))
+        assert got.steps[asked.id][0].import_result == "hit"
+        assert tokens(got.steps[asked.id]) == tokens(whole)
+        missed = Run(models.get)
+        lost = replace(asked, adapter_id=models.get_tag(new_handle(), first.id), chunk_len=50)
+        await missed.finish(await missed.prefill(lost))
+        assert missed.steps[asked.id][0].import_result == ""
+        assert tokens(missed.steps[asked.id]) == tokens(whole)

@@ -76,7 +76,13 @@ def test_strict_refuses_to_start_an_unknown_tgi(server: Server, capsys: pytest.C
     assert said[-1].endswith(f"({STRICT_VARIABLE}=1)")
 
 
-BROKEN = [{}, {"ORCHESTRATOR_SHARD_SPEC": "{"}, {EPOCH_VARIABLE: "soon"}, {"RANK": "first"}]
+BROKEN = [
+    {},
+    {"ORCHESTRATOR_SHARD_SPEC": "{"},
+    {"ORCHESTRATOR_SHARD_SPEC": "[]"},
+    {EPOCH_VARIABLE: "soon"},
+    {"RANK": "first"},
+]
 
 
 @pytest.mark.parametrize("change", BROKEN)

@@ -180,3 +180,12 @@ def test_files_beside_the_arenas_go_with_them(tmp_path: Path) -> None:
         (folder / name).touch()
     remove_arenas(tmp_path / "arenas", "blue")
     assert not (tmp_path / "arenas").exists()
+
+
+def test_an_interpreter_may_be_a_command_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "tgi-python"
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for named in ("tgi-python", str(python)):
+        assert {spec.tgi_python for spec in specs_of({"tgi.python": named})} == {str(python)}

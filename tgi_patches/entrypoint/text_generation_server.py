@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 
-from tgi_patches.contract import SPEC_VARIABLE
+from tgi_patches.contract import SPEC_VARIABLE, STRICT_VARIABLE
 from tgi_patches.entrypoint.on_import import on_import
+
+_BAD_INPUT = 2
 
 
 def main() -> None:
@@ -23,8 +25,13 @@ def main() -> None:
 
 
 def _install() -> None:
-    from tgi_patches.hooks.install import install
-
+    try:
+        from tgi_patches.hooks.install import install
+    except ImportError as error:
+        sys.stderr.write(f"The overlay cannot be imported and is not laid on: {error}.\n")
+        if os.environ.get(STRICT_VARIABLE) == "1":
+            sys.exit(_BAD_INPUT)
+        return
     install(os.environ)
 
 

@@ -56,6 +56,7 @@ class CausalHooks:
         self._from_pb: Callable[..., Any] | None = None
         self._step: Step | None = None
         self._limit_reached = 0
+        self._looked = False
 
     def install(self, module: Any, tokens: Any) -> None:
         """`module` is TGI's causal_lm, where it looks `batch_top_tokens` up by name; utils.tokens."""
@@ -66,6 +67,9 @@ class CausalHooks:
         wrap(tokens.StoppingCriteria, "__call__", self.stop)
         self._limit_reached = tokens.FinishReason.FINISH_REASON_LENGTH
         wrap(module, "batch_top_tokens", self.top_tokens)
+
+    def forget(self) -> None:
+        """Nothing of a cache is kept between steps."""
 
     def arm(self, model: Any) -> KVShape:  # noqa: ARG002
         """Use what the warmup's forward showed.  Raises BridgeMiss LAYOUT where it showed nothing known."""
@@ -216,7 +220,8 @@ class CausalHooks:
     def _forwarded(self, past: Any) -> None:
         if hasattr(type(past), "from_legacy_cache"):
             self._cache_class = type(past)
-        if self._shape is None:
+        if not self._looked:
+            self._looked = True
             self._shape = _shape_of(past)
         step = self._step
         if step is None:
@@ -274,6 +279,8 @@ def _layers(past: Any) -> padded.Layers:
 
 def _shape_of(past: Any) -> padded.RowShape | None:
     """None unless every plane is `[batch, heads, length, dim]` of one kind."""
+    if not hasattr(past, "__len__") or not hasattr(past, "__getitem__"):
+        return None
     tensors = [tensor for pair in _layers(past) for tensor in pair]
     kinds = {(tensor.dim(), tensor.shape[1], tensor.shape[-1], tensor.dtype) for tensor in tensors}
     if len(kinds) != 1 or tensors[0].dim() != 4:

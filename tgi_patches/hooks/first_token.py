@@ -27,6 +27,17 @@ def settle(row: Row, index: int, ids: Tensor, logprobs: Tensor, all_logprobs: Te
         ids[index], logprobs[index] = first
 
 
+def rewind(chooser: Any, index: int) -> None:
+    """Let a sampled row draw its first token with its first number.
+
+    TGI draws for a row in every chunk of its prompt, so that the answer would depend on the chunks,
+    which the two legs of a request do not share.
+    """
+    sampling = getattr(getattr(chooser, "choice", None), "sampling_mapping", {}).get(index)
+    if sampling is not None:
+        sampling.generator.manual_seed(sampling.seed)
+
+
 def forced(row: Row, logprobs: Tensor) -> tuple[int, float] | None:
     """Id and logprob with which a get leg begins; `logprobs` [vocab] are this server's own."""
     if row.imported is not None:

@@ -68,6 +68,10 @@ class FlashHooks:
         self._limit_reached = tokens.FinishReason.FINISH_REASON_LENGTH
         wrap(module, "batch_top_tokens", self.top_tokens)
 
+    def forget(self) -> None:
+        """Let go of the cache: a warmup measures what is free once its own is gone."""
+        self._pool = self._pool_of = None
+
     def arm(self, model: Any) -> KVShape:
         """Look at the cache that Warmup made.  Raises BridgeMiss LAYOUT for one of an unknown shape."""
         self._model = model
@@ -133,9 +137,13 @@ class FlashHooks:
         return result
 
     def choose(self, original: Callable[..., Any], chooser: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = original(chooser, *args, **kwargs)
         step = self._step
-        if step is not None and step.chooser is chooser:
+        ours = step is not None and step.chooser is chooser
+        if step is not None and ours:
+            for done in step.rows:
+                self._overlay.shielded(partial(first_token.rewind, chooser, done.index), None)
+        chosen = original(chooser, *args, **kwargs)
+        if step is not None and ours:
             for done in step.rows:
                 settle = partial(first_token.settle, done.row, done.index, *chosen[:3])
                 self._overlay.shielded(settle, None)

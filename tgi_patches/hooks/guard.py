@@ -51,6 +51,9 @@ FLASH: Known = MappingProxyType(
         f"{_FLASH}:FlashCausalLM.warmup": ("c2b31efb13ac3f6e",),
         f"{_FLASH}:FlashCausalLM.init_kv_cache": ("99eec88745e8268f",),
         f"{_TOKENS}:HeterogeneousNextTokenChooser.__call__": ("63f6b25844034780",),
+        f"{_TOKENS}:HeterogeneousSampling.__init__": ("496dde110c0189e9",),
+        f"{_TOKENS}:HeterogeneousSampling.__call__": ("75c670adee08e18d",),
+        f"{_TOKENS}:Sampling.__init__": ("f5a18705ce32a209",),
         f"{_CACHE}.__init__": ("613b6510f61fe4dc",),
         f"{_CACHE}.store": ("cd9c5e5a6b643cfb",),
     }

@@ -30,6 +30,8 @@ _BAD_INPUT = 2
 class Hooks(Protocol):
     """What `install` needs of either kind."""
 
+    def forget(self) -> None: ...
+
     def arm(self, model: Any) -> KVShape: ...
 
 
@@ -108,8 +110,10 @@ class _Laid:
             Overlay(self._place, type(service.model).__name__).refuse(f"The overlay failed: {error!r}")
 
     async def warmed_up(self, original: Callable[..., Any], service: Any, *args: Any) -> Any:
+        if self._hooks is not None:
+            self._hooks.forget()
         reply = await original(service, *args)
-        if self._overlay is not None and self._hooks is not None and not self._overlay.armed:
+        if self._overlay is not None and self._hooks is not None:
             try:
                 self._arm(service.model)
             except BridgeMiss as miss:
@@ -119,6 +123,8 @@ class _Laid:
         return reply
 
     async def prefilled(self, original: Callable[..., Any], service: Any, request: Any, context: Any) -> Any:
+        if self._overlay is not None:
+            self._overlay.take_results()  # of a Prefill that failed
         reply = await original(service, request, context)
         if self._overlay is not None and (results := self._overlay.take_results()):
             metadata = ((IMPORTS_METADATA, results),)

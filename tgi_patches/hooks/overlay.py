@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,9 @@ from tgi_patches.report import Report, report_path, write_report
 T = TypeVar("T")
 HEALTH_REQUEST_ID = (1 << 64) - 1
 """TGI's router probes a server that failed with a prefill of this id."""
+
+RESULTS_MAX = 100
+"""About 4 KiB; gRPC's limit is 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,14 @@ class Overlay:
             log.warn("overlay_report_failed", error=str(error))
 
     def arm(self, fingerprint: Fingerprint, shape: KVShape) -> None:
-        """Warmup is over: open the arena and let records flow; without an arena stay unhooked and say so."""
+        """Warmup is over: open the arena and let records flow; without an arena stay unhooked and say so.
+
+        After a later Warmup only the cache is another one.
+        """
+        if self._relay is not None or not self._report.hooked:
+            self._report = replace(self._report, kv_tokens=shape.tokens)
+            self.say()
+            return
         spec = self._place.spec
         try:
             bridge = ArenaBridge(
@@ -167,9 +178,12 @@ class Overlay:
         self._results[str(request_id)] = result
 
     def take_results(self) -> str:
-        """What `imported` was told since the last call, as JSON; empty for nothing."""
+        """What `imported` was told since the last call, as JSON; empty for nothing.
+
+        At most RESULTS_MAX of them: gRPC ends a call whose metadata is too long.
+        """
         results, self._results = self._results, {}
-        return json.dumps(results) if results else ""
+        return json.dumps(dict(islice(results.items(), RESULTS_MAX))) if results else ""
 
     def flush(self) -> None:
         """Bring the report up to date if anything was counted."""
