@@ -66,7 +66,7 @@ def test_the_interpreter_is_not_resolved_because_its_link_is_its_environment(
 ) -> None:
     (tmp_path / "python").symlink_to("/usr/bin/env")
     monkeypatch.chdir(tmp_path)
-    assert specs_of({"tgi.python": "python"})[0].tgi_python == str(tmp_path / "python")
+    assert specs_of({"tgi.python": "./python"})[0].tgi_python == str(tmp_path / "python")
 
 
 def test_the_flag_of_up_is_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
