@@ -21,7 +21,7 @@ from typing import Any, Self
 PROTOCOL_VERSION = 1
 """Version N reads what N-1 wrote and refuses anything else."""
 
-OVERLAY_VERSION = "2"
+OVERLAY_VERSION = "3"
 """Changes when the bytes or the meaning of a KV record change; part of every fingerprint."""
 
 SPEC_VARIABLE = "ORCHESTRATOR_SHARD_SPEC"
@@ -31,11 +31,17 @@ STRICT_VARIABLE = "ORCHESTRATOR_TGI_STRICT"
 """`1`: a server that the overlay does not know refuses to start instead of serving mixed only."""
 PARENT_VARIABLE = "ORCHESTRATOR_PARENT_PID"
 """Set for a shard that must not outlive the process that launched it."""
+KEY_VARIABLE = "ORCHESTRATOR_DEPLOYMENT_KEY"
+"""The secret that the sidecars and gateways of one deployment share; never in a spec, label or log."""
+KEY_FILE_VARIABLE = "ORCHESTRATOR_DEPLOYMENT_KEY_FILE"
+"""A file that holds it, instead."""
 IMPORTS_METADATA = "x-orchestrator-imports"
 """gRPC metadata after a Prefill with get legs: JSON, `hit` or the reason by request id."""
 TOP_TOKENS_MAX = 11
 """Of a record: a request asks for 5 at most, and tokens that tie with the last one come along."""
 TAG_MARK = "|kv"
+PULLED_SUFFIX = ".pulled"
+"""Copies of other hosts' records stand in arenas that are named as a shard of their own."""
 
 _PART = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HANDLE = re.compile(r"[0-9a-f]{32}")
@@ -65,6 +71,10 @@ class MissReason(StrEnum):
     LAYOUT = "layout"
     UNSUPPORTED = "unsupported"
     PINNED_FULL = "pinned_full"
+    LINK = "link"
+    """The way from another host broke, or took too long."""
+    RANKS = "ranks"
+    """Another rank of the same shard could not use its part."""
     ERROR = "error"
 
 
@@ -295,12 +305,24 @@ class ShardSpec(Message):
     """An interpreter with TGI's server: the shard drives that server instead of its own engine."""
     tgi_env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of that server, on top of the shard's own; never a secret."""
+    tensor_parallel: int = 1
+    """Ranks of the model; each has the arena and the KV of its own heads."""
+    sidecar_port: int = 0
+    """Of a sidecar that is a process of its own; 0 where it answers on `port`."""
+    pull_listen: str = ""
+    """`host:port` at which records are offered to other hosts (port 0: any); empty: nowhere."""
+    pulled_bytes: int = 0
+    """Ring of this shard's copies of records from other hosts, all ranks together; 0: it pulls nothing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "role", Role(self.role))
         object.__setattr__(self, "cpus", tuple(self.cpus))
         checked_part(self.deployment, "deployment name")
         checked_part(self.shard, "shard name")
+        if self.shard.endswith(PULLED_SUFFIX):
+            raise ContractError(f"A shard's name must not end in {PULLED_SUFFIX!r}.")
+        if self.tensor_parallel < 1:
+            raise ContractError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}.")
         if not 0 < self.max_input_tokens < self.max_total_tokens:
             raise ContractError(
                 f"max_input_tokens ({self.max_input_tokens}) must be below "
@@ -351,6 +373,18 @@ class StatusReply(Message):
     """False when the overlay refused to hook this server: such a shard serves only mixed."""
     note: str = ""
     """Where it did not hook, the reason in a sentence."""
+    arena_id: str = ""
+    """Of the folder that its arenas are in: shards with the same one read each other's records."""
+    pull_port: int = 0
+    """Where other hosts pull its records, on the host that answers this; 0: nowhere."""
+    pulls: bool = False
+    """It can fetch records from other hosts."""
+    relaunch: str = ""
+    """Why this incarnation should be replaced as soon as its requests are done; empty: it should not."""
+    imported_tokens: int = 0
+    """Prompt tokens of get legs whose KV came from records."""
+    recomputed_tokens: int = 0
+    """Prompt tokens of get legs that this shard computed: misses, and what a record did not hold."""
 
     def __post_init__(self) -> None:
         check_protocol(self.protocol)
@@ -359,6 +393,50 @@ class StatusReply(Message):
             object.__setattr__(self, "fingerprint", Fingerprint(**self.fingerprint))
         if isinstance(self.limits, Mapping):
             object.__setattr__(self, "limits", Limits.from_dict(self.limits))
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest(Message):
+    """Asks a decode shard's sidecar to fetch a record from the sidecar that has it."""
+
+    protocol: int
+    handle: str
+    shard: str
+    """Whose record it is."""
+    epoch: int
+    address: str
+    """`host:port` of that shard's sidecar."""
+    timeout_s: float = 5.0
+    signature: str = ""
+    """`key.sign` over `signed()`; empty where the deployment has no key."""
+
+    def __post_init__(self) -> None:
+        check_protocol(self.protocol)
+        checked_handle(self.handle)
+        checked_part(self.shard, "shard name")
+
+    def signed(self) -> tuple[str, ...]:
+        """What the signature covers, in order."""
+        return ("pull", self.handle, self.shard, str(self.epoch), self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class PullReply(Message):
+    """A sidecar's answer to `pull`: where the record stands now."""
+
+    protocol: int
+    handle: str
+    found: bool
+    shard: str = ""
+    """What the get tag has to name as the record's shard, and its epoch."""
+    epoch: int = 0
+    kv_bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    """Why `found` is false: a MissReason."""
+
+    def __post_init__(self) -> None:
+        check_protocol(self.protocol)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,33 @@ class Record:
     rows: tuple[int, ...] = field(repr=False)
     """Bytes per token of each plane."""
     checksums: tuple[int, ...] = field(repr=False)
-    """xxh3_64 of each 256 KiB of each plane, in order."""
+    """xxh3_64 of each 256 KiB of each plane, in order; empty where the writer made none."""
+    rank: int = 0
+    """Whose arena it is in."""
+    ranks: int = 1
+    """Tensor parallelism of the shard that computed it: the prompt has so many records."""
+
+
+class Reservation(Protocol):
+    """A record's place in the ring, to be filled by somebody else: a socket, or a GPU's copy engine."""
+
+    @property
+    def data(self) -> memoryview:
+        """Writable, all planes one after another; garbage until published."""
+
+    @property
+    def valid(self) -> bool:
+        """False once the ring has gone past it: write nothing more."""
+
+    def publish(self, checksums: Sequence[int] = ()) -> Record:
+        """The bytes are complete; `checksums` as Record's, and none where it was reserved unchecked.
+
+        Readers of an unchecked record trust sequence and token ids alone.  Raises BridgeMiss:
+        OVERWRITTEN (the ring has gone past it), LAYOUT (another number of checksums).
+        """
+
+    def abandon(self) -> None:
+        """Nothing will come."""
 
 
 class Bridge(Protocol):
@@ -99,11 +125,28 @@ class Bridge(Protocol):
         (no ring, no pinned region), PINNED_FULL (no room: nothing has changed, export it unpinned).
         """
 
+    def reserve(
+        self,
+        handle: str,
+        token_ids: Sequence[int],
+        first: FirstToken,
+        ended: bool,
+        plane_bytes: Sequence[int],
+        *,
+        ranks: int | None = None,
+        checked: bool = True,
+    ) -> Reservation:
+        """Room in the own ring for planes of these sizes; several may be open at a time.
+
+        `ranks` is Record.ranks where it is not this shard's own; `checked`, whether checksums will come.
+        Raises BridgeMiss as `export` does.
+        """
+
     def release(self, handle: str) -> bool:
         """Give a pinned record's place back; False where none of this handle is pinned here."""
 
-    def lookup(self, shard: str, epoch: int, handle: str) -> Record:
-        """The record of another (or this) shard.
+    def lookup(self, shard: str, epoch: int, handle: str, rank: int | None = None) -> Record:
+        """The record of another (or this) shard's rank; of the same rank as this bridge's for None.
 
         Raises BridgeMiss: EPOCH (the shard restarted), FINGERPRINT, MISSING (never there, expired),
         OVERWRITTEN, CHECKSUM (its description is damaged), LAYOUT (another arena version), ERROR.

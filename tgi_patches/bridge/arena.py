@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tgi_patches.bridge import ArenaError, FirstToken, Planes, Record
+from tgi_patches.bridge import ArenaError, FirstToken, Planes, Record, Reservation
 from tgi_patches.bridge.files import Mapping, arena_path, open_for_reading, read_layout
 from tgi_patches.bridge.layout import (
     INDEX_SLOTS,
@@ -24,7 +24,7 @@ from tgi_patches.bridge.layout import (
 )
 from tgi_patches.bridge.reader import ArenaReader
 from tgi_patches.bridge.ring import align
-from tgi_patches.bridge.writer import ArenaWriter
+from tgi_patches.bridge.writer import ArenaWriter, Reserved
 from tgi_patches.contract import BridgeMiss, Fingerprint, MissReason
 
 
@@ -36,6 +36,31 @@ class _Peer:
     file: tuple[int, int]
     mapping: Mapping
     reader: ArenaReader
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """A Reservation in the own ring."""
+
+    reserved: Reserved
+    handle: str
+    shard: str
+    rank: int
+
+    @property
+    def data(self) -> memoryview:
+        return self.reserved.data
+
+    @property
+    def valid(self) -> bool:
+        return self.reserved.valid
+
+    def publish(self, checksums: Sequence[int] = ()) -> Record:
+        entry, known = self.reserved.finish(checksums)
+        return entry.record(self.handle, self.shard, self.rank, known)
+
+    def abandon(self) -> None:
+        self.reserved.data.release()
 
 
 class ArenaBridge:
@@ -66,9 +91,11 @@ class ArenaBridge:
         self._shard = shard
         self._rank = rank
         self._epoch = epoch
+        self._ranks = fingerprint.tensor_parallel
         self._digest = int(fingerprint.digest(), 16)
         self._clock = clock
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[tuple[str, int], _Peer] = {}
+        """By shard and rank."""
         self._writer: ArenaWriter | None = None
         self._own: ArenaReader | None = None
         self.ring_bytes = align(arena_bytes, PAGE_BYTES)
@@ -81,7 +108,7 @@ class ArenaBridge:
         layout = ArenaLayout(self.ring_bytes, index_slots, self.pinned_bytes)
         ttl_ns = round(record_ttl_s * 1e9)
         self._writer = ArenaWriter(path, layout, epoch, self._digest, ttl_ns, clock)
-        self._own = ArenaReader(self._writer.mapping, shard, self._digest, clock)
+        self._own = ArenaReader(self._writer.mapping, shard, self._digest, clock, rank)
 
     @property
     def record_limit_bytes(self) -> int:
@@ -106,16 +133,37 @@ class ArenaBridge:
         """See Bridge.export."""
         if self._writer is None:
             raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
-        entry, known = self._writer.export(key_of(handle), token_ids, first, ended, planes, pinned=pinned)
-        return entry.record(handle, self._shard, known)
+        entry, known = self._writer.export(
+            key_of(handle), token_ids, first, ended, planes, pinned=pinned, ranks=self._ranks
+        )
+        return entry.record(handle, self._shard, self._rank, known)
+
+    def reserve(
+        self,
+        handle: str,
+        token_ids: Sequence[int],
+        first: FirstToken,
+        ended: bool,
+        plane_bytes: Sequence[int],
+        *,
+        ranks: int | None = None,
+        checked: bool = True,
+    ) -> Reservation:
+        """See Bridge.reserve."""
+        if self._writer is None:
+            raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
+        reserved = self._writer.reserve(
+            key_of(handle), token_ids, first, ended, plane_bytes, ranks=ranks or self._ranks, checked=checked
+        )
+        return _Reservation(reserved, handle, self._shard, self._rank)
 
     def release(self, handle: str) -> bool:
         """See Bridge.release."""
         return self._writer is not None and self._writer.release(key_of(handle))
 
-    def lookup(self, shard: str, epoch: int, handle: str) -> Record:
+    def lookup(self, shard: str, epoch: int, handle: str, rank: int | None = None) -> Record:
         """See Bridge.lookup."""
-        return self._reader(shard).lookup(epoch, handle)
+        return self._reader(shard, self._rank if rank is None else rank).lookup(epoch, handle)
 
     def own_lookup(self, handle: str) -> Record:
         """See Bridge.own_lookup."""
@@ -125,7 +173,7 @@ class ArenaBridge:
 
     def read_into(self, record: Record, planes: Planes, tokens: int) -> None:
         """See Bridge.read_into."""
-        reader = self._known(record.shard)
+        reader = self._known(record.shard, record.rank)
         if reader is None:
             raise BridgeMiss(MissReason.MISSING, f"no arena of {record.shard}")
         reader.read_into(record, planes, tokens)
@@ -140,24 +188,24 @@ class ArenaBridge:
             self._writer.close()
             self._writer = None
 
-    def _known(self, shard: str) -> ArenaReader | None:
-        if shard == self._shard and self._own is not None:
+    def _known(self, shard: str, rank: int) -> ArenaReader | None:
+        if (shard, rank) == (self._shard, self._rank) and self._own is not None:
             return self._own
-        peer = self._peers.get(shard)
+        peer = self._peers.get((shard, rank))
         return None if peer is None else peer.reader
 
-    def _reader(self, shard: str) -> ArenaReader:
+    def _reader(self, shard: str, rank: int) -> ArenaReader:
         """A reader of the file that stands at the shard's path now."""
-        if shard == self._shard and self._own is not None:
+        if (shard, rank) == (self._shard, self._rank) and self._own is not None:
             return self._own
-        peer = self._peers.get(shard)
+        peer = self._peers.get((shard, rank))
         if peer is None or peer.file != _file_at(peer.path):
             self._forget_replaced()
-            peer = self._peers[shard] = self._map(shard)
+            peer = self._peers[shard, rank] = self._map(shard, rank)
         return peer.reader
 
-    def _map(self, shard: str) -> _Peer:
-        path = arena_path(self._directory, self._deployment, shard, self._rank)
+    def _map(self, shard: str, rank: int) -> _Peer:
+        path = arena_path(self._directory, self._deployment, shard, rank)
         fd = open_for_reading(path)
         try:
             layout = read_layout(fd)
@@ -169,14 +217,14 @@ class ArenaBridge:
             raise BridgeMiss(MissReason.ERROR, f"the arena of {shard}: {error.strerror}") from None
         finally:
             os.close(fd)
-        reader = ArenaReader(mapping, shard, self._digest, self._clock)
+        reader = ArenaReader(mapping, shard, self._digest, self._clock, rank)
         return _Peer(path, (found.st_dev, found.st_ino), mapping, reader)
 
     def _forget_replaced(self) -> None:
         """Unmap every file that was unlinked: a mapping keeps its memory from being freed."""
-        for shard, peer in list(self._peers.items()):
+        for place, peer in list(self._peers.items()):
             if peer.file != _file_at(peer.path):
-                del self._peers[shard]
+                del self._peers[place]
                 peer.mapping.close()
 
 

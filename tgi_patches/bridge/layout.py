@@ -19,7 +19,7 @@ from tgi_patches.bridge.ring import ALIGNMENT, align
 from tgi_patches.contract import TOP_TOKENS_MAX, BridgeMiss, MissReason
 
 MAGIC = int.from_bytes(b"TGIARENA", "little")
-VERSION = 3
+VERSION = 4
 PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
 SLOT_BYTES = 256
@@ -163,8 +163,9 @@ class Entry:
     body: Body
     first: FirstToken
     ended: bool
+    ranks: int = 1
 
-    def record(self, handle: str, shard: str, known: Described) -> Record:
+    def record(self, handle: str, shard: str, rank: int, known: Described) -> Record:
         """What the bridge hands out for this entry."""
         return Record(
             handle=handle,
@@ -178,10 +179,12 @@ class Entry:
             place=self.place,
             rows=known.rows,
             checksums=known.checksums,
+            rank=rank,
+            ranks=self.ranks,
         )
 
 
-_SLOT = struct.Struct(f"=QQ16sQQQQQQIIIIIId{TOP_TOKENS_MAX}I4x{TOP_TOKENS_MAX}d")
+_SLOT = struct.Struct(f"=QQ16sQQQQQQIIIIIId{TOP_TOKENS_MAX}II{TOP_TOKENS_MAX}d")
 _SEALED_FROM = 16
 """The sequence, which is written last, stands at 0 and the checksum of what follows at 8."""
 _ENDED, _PINNED = 1, 2
@@ -210,6 +213,7 @@ def pack_entry(entry: Entry) -> bytes:
         entry.first.logprob,
         *(token for token, _ in top),
         *(0,) * blank,
+        entry.ranks,
         *(logprob for _, logprob in top),
         *(0.0,) * blank,
     ).ljust(SLOT_BYTES, b"\0")
@@ -229,6 +233,7 @@ def unpack_entry(raw: bytes, slot: int) -> Entry | None:
     if seal != checksum(raw[_SEALED_FROM:], sequence):
         return None
     tokens, planes, blocks, token, flags, count, logprob, *top = rest
+    ids, ranks, logprobs = top[:TOP_TOKENS_MAX], top[TOP_TOKENS_MAX], top[TOP_TOKENS_MAX + 1 :]
     return Entry(
         sequence=sequence,
         key=key,
@@ -238,8 +243,9 @@ def unpack_entry(raw: bytes, slot: int) -> Entry | None:
         ttl_ns=ttl,
         description_checksum=described,
         body=Body(tokens, planes, blocks, kv_bytes),
-        first=FirstToken(token, logprob, tuple(zip(top[:count], top[TOP_TOKENS_MAX:], strict=False))),
+        first=FirstToken(token, logprob, tuple(zip(ids[:count], logprobs, strict=False))),
         ended=bool(flags & _ENDED),
+        ranks=ranks,
     )
 
 

@@ -141,9 +141,11 @@ class MemoryBridge:
         key_of(handle)
         return self._own is not None and _take_off(self._own, handle, only_pinned=True)
 
-    def lookup(self, shard: str, epoch: int, handle: str) -> Record:
-        """See Bridge.lookup."""
+    def lookup(self, shard: str, epoch: int, handle: str, rank: int | None = None) -> Record:
+        """See Bridge.lookup; every shard of this fake has one rank."""
         key_of(handle)
+        if rank:
+            raise BridgeMiss(MissReason.MISSING, f"no rank {rank} of {shard}")
         arena = self._arena(shard, epoch)
         named = [found for found in arena.slots.values() if found.record.handle == handle]
         live = next((found for found in named if found.live), None)

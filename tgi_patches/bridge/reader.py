@@ -26,11 +26,14 @@ from tgi_patches.contract import BridgeMiss, MissReason
 
 
 class ArenaReader:
-    """One shard's records; `digest` is the fingerprint that this side can use, `clock` in ns."""
+    """One shard's records, of one rank; `digest` is the fingerprint that this side can use, `clock` in ns."""
 
-    def __init__(self, mapping: Mapping, shard: str, digest: int, clock: Callable[[], int]) -> None:
+    def __init__(
+        self, mapping: Mapping, shard: str, digest: int, clock: Callable[[], int], rank: int = 0
+    ) -> None:
         self._mapping = mapping
         self._shard = shard
+        self._rank = rank
         self._digest = digest
         self._clock = clock
 
@@ -45,7 +48,7 @@ class ArenaReader:
         self._check_current(epoch, entry.place, entry.sequence)
         if checksum(described) != entry.description_checksum:
             raise BridgeMiss(MissReason.CHECKSUM, "description")
-        return entry.record(handle, self._shard, entry.body.described(described))
+        return entry.record(handle, self._shard, self._rank, entry.body.described(described))
 
     def read_into(self, record: Record, planes: Planes, tokens: int) -> None:
         """Copy and verify; BridgeMiss as in Bridge.read_into."""
@@ -61,7 +64,7 @@ class ArenaReader:
         data = self._mapping.record(record.place, body.record_bytes)[body.data_offset :]
         checksums = copy_out(data, planes, [row * prompt_tokens for row in record.rows])
         self._check_current(record.epoch, record.place, record.sequence)
-        if checksums != record.checksums:
+        if record.checksums and checksums != record.checksums:
             raise BridgeMiss(MissReason.CHECKSUM, "data")
 
     def _find(self, key: bytes, epoch: int) -> Entry:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tgi_patches.bridge import ArenaError, FirstToken, Place, Planes
-from tgi_patches.bridge.blocks import checksum, copy_in
+from tgi_patches.bridge.blocks import block_count, bytes_per_token, checksum, copy_in
 from tgi_patches.bridge.files import Mapping, make_directories, open_for_writing, unlock
 from tgi_patches.bridge.layout import (
     HEADER_BYTES,
@@ -32,6 +32,36 @@ from tgi_patches.bridge.layout import (
 from tgi_patches.bridge.pinned import PinnedRegion
 from tgi_patches.bridge.ring import Ring, align
 from tgi_patches.contract import BridgeMiss, MissReason
+
+
+class Reserved:
+    """A place in the ring until it is published or given up."""
+
+    __slots__ = ("_finish", "_mapping", "_place", "data")
+
+    def __init__(
+        self,
+        mapping: Mapping,
+        place: Place,
+        body: Body,
+        finish: Callable[[tuple[int, ...]], tuple[Entry, Described]],
+    ) -> None:
+        self._mapping = mapping
+        self._place = place
+        self._finish = finish
+        self.data = mapping.record(place, body.record_bytes)[body.data_offset :]
+
+    @property
+    def valid(self) -> bool:
+        """See Reservation.valid."""
+        return self._mapping.words[Word.TAIL] <= self._place.position
+
+    def finish(self, checksums: Sequence[int]) -> tuple[Entry, Described]:
+        """Publish, once; see Reservation.publish."""
+        if not self.valid:
+            raise BridgeMiss(MissReason.OVERWRITTEN, "the ring went past it while it was being written")
+        self.data.release()
+        return self._finish(tuple(checksums))
 
 
 class ArenaWriter:
@@ -67,6 +97,7 @@ class ArenaWriter:
         planes: Planes,
         *,
         pinned: bool,
+        ranks: int = 1,
     ) -> tuple[Entry, Described]:
         """Write and publish one record; its entry and what stands in front of its data."""
         body, rows = measure(planes, len(token_ids))
@@ -74,17 +105,60 @@ class ArenaWriter:
         check_fits(body, first, layout.pinned_bytes if pinned else layout.ring_bytes, pinned=pinned)
         place = self._pin(key, body) if pinned else self._make_room(key, body)
         try:
-            record = self.mapping.record(place, body.record_bytes)
-            checksums = copy_in(record[body.data_offset :], planes)
-            known = Described(tuple(token_ids), rows, checksums)
-            described = body.describe(known)
-            record[: len(described)] = described
+            data = self.mapping.record(place, body.record_bytes)[body.data_offset :]
+            known = Described(tuple(token_ids), rows, copy_in(data, planes))
+            entry = self._described(key, place, body, known, first, ended, ranks)
         except BaseException:
             if pinned:
                 self._unpin(place.slot)
             raise
+        self._publish(entry)
+        return entry, known
+
+    def reserve(
+        self,
+        key: bytes,
+        token_ids: Sequence[int],
+        first: FirstToken,
+        ended: bool,
+        plane_bytes: Sequence[int],
+        *,
+        ranks: int,
+        checked: bool,
+    ) -> Reserved:
+        """Room in the ring for a record that somebody else writes; see Bridge.reserve."""
+        rows = bytes_per_token(plane_bytes, len(token_ids))
+        blocks = block_count(plane_bytes) if checked else 0
+        body = Body(len(token_ids), len(rows), blocks, sum(plane_bytes))
+        check_fits(body, first, self.mapping.layout.ring_bytes, pinned=False)
+        place = self._make_room(key, body)
+
+        def finish(checksums: tuple[int, ...]) -> tuple[Entry, Described]:
+            if len(checksums) != body.blocks:
+                raise BridgeMiss(MissReason.LAYOUT, f"{len(checksums)} checksums for {body.blocks} blocks")
+            known = Described(tuple(token_ids), rows, checksums)
+            entry = self._described(key, place, body, known, first, ended, ranks)
+            self._supersede(key)
+            self._publish(entry)
+            return entry, known
+
+        return Reserved(self.mapping, place, body, finish)
+
+    def _described(
+        self,
+        key: bytes,
+        place: Place,
+        body: Body,
+        known: Described,
+        first: FirstToken,
+        ended: bool,
+        ranks: int,
+    ) -> Entry:
+        """The entry of a record whose data is there; what stands in front of the data is written."""
+        described = body.describe(known)
+        self.mapping.record(place, len(described))[:] = described
         self._sequence += 1
-        entry = Entry(
+        return Entry(
             sequence=self._sequence,
             key=key,
             epoch=self._epoch,
@@ -95,9 +169,8 @@ class ArenaWriter:
             body=body,
             first=first,
             ended=ended,
+            ranks=ranks,
         )
-        self._publish(entry)
-        return entry, known
 
     @property
     def pinned_free_bytes(self) -> int:
