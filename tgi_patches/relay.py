@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tgi_patches.bridge import Bridge, FirstToken, Planes
+from tgi_patches.bridge import Bridge, FirstToken, Planes, Record
 from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag
+from tgi_patches.heads import Share, shares
 from tgi_patches.kv import Inbox
 
 
@@ -26,12 +27,18 @@ class Warn(Protocol):
 class Imported:
     """A record whose KV is where the model reads it."""
 
-    first: FirstToken
-    inbox: Inbox
+    inboxes: tuple[Inbox, ...]
+    """One per record that a part of it came from."""
+    cached_tokens: int
+    """Leading tokens of the prompt that need no forward."""
+    first: FirstToken | None = None
+    """With which the answer begins; None for the continuation of a long answer."""
 
     def repair(self) -> None:
         """After the one-token forward, see Inbox.repair."""
-        self.inbox.repair()
+        if self.first is not None:
+            for inbox in self.inboxes:
+                inbox.repair()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +51,20 @@ class Outgoing:
     """The request is complete with its first token."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Miss:
+    """Why nothing was imported."""
+
+    reason: MissReason
+    detail: str
+
+
 class Relay:
-    """A shard's use of the bridge, with its counters."""
+    """One rank's use of the bridge, with its counters.
+
+    `kv_heads` are the model's, of all `ranks` together.  `agree` tells whether every rank says True; it is
+    called once for every get, whatever this rank says.
+    """
 
     def __init__(
         self,
@@ -54,13 +73,30 @@ class Relay:
         published: Callable[[str], None],
         failed: Callable[[str, MissReason], None],
         warn: Warn,
+        kv_heads: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self._bridge = bridge
+        self._kv_heads = kv_heads
+        self._rank = rank
+        self._ranks = ranks
+        self._agree = agree
         self._published = published
         self._failed = failed
         self._warn = warn
         self.exports: Counter[str] = Counter()
         self.imports: Counter[str] = Counter()
+        self.imported_tokens = 0
+        """Prompt tokens of get legs whose KV came from records."""
+        self.recomputed_tokens = 0
+        """Those that were left to compute."""
+
+    @property
+    def keeps(self) -> bool:
+        """`keep` has a ring to write to."""
+        return self._bridge.ring_bytes > 0
 
     def put(self, tag: PutTag, token_ids: Sequence[int], outgoing: Callable[[], Outgoing]) -> None:
         """Publish the KV of the whole prompt and its first token."""
@@ -78,37 +114,113 @@ class Relay:
 
     def not_put(self, tag: PutTag, reason: MissReason, detail: str) -> None:
         """Count an export that did not happen and tell whoever waits for it."""
-        self.exports[str(reason)] += 1
-        self._warn("kv_export_failed", handle=tag.handle, reason=str(reason), detail=detail)
+        self._count_export(tag.handle, reason, detail)
         self._failed(tag.handle, reason)
 
-    def get(
-        self, tag: GetTag, token_ids: Sequence[int], inbox: Callable[[], Inbox]
-    ) -> tuple[Imported | None, str]:
-        """Give the record to the model through `inbox`.  (what was imported, `hit`) or (None, why not)."""
-        try:
-            imported = self._read(tag, token_ids, inbox)
-        except BridgeMiss as miss:
-            return None, self.not_got(tag, miss.reason, str(miss))
-        except Exception as error:  # noqa: BLE001 - the shard must answer whatever the bridge does
-            return None, self.not_got(tag, MissReason.ERROR, repr(error))
-        self.imports["hit"] += 1
-        return imported, "hit"
+    def _count_export(self, handle: str, reason: MissReason, detail: str) -> None:
+        self.exports[str(reason)] += 1
+        self._warn("kv_export_failed", handle=handle, reason=str(reason), detail=detail)
 
-    def not_got(self, tag: GetTag, reason: MissReason, detail: str) -> str:
+    def keep(self, tag: GetTag, token_ids: Sequence[int], planes: Callable[[], Planes]) -> None:
+        """Export what a long answer has reached to this shard's own ring, for `resume`."""
+        try:
+            content = content_ids(token_ids, tag.adapter)
+            self._bridge.export(tag.handle, content, FirstToken(token_ids[-1], 0.0), False, planes())
+        except BridgeMiss as miss:
+            self._count_export(tag.handle, miss.reason, str(miss))
+        except Exception as error:  # noqa: BLE001 - the shard must answer whatever the bridge does
+            self._count_export(tag.handle, MissReason.ERROR, repr(error))
+        else:
+            self.exports["kept"] += 1
+
+    def get(
+        self, tag: GetTag, token_ids: Sequence[int], inbox: Callable[[Share], Inbox]
+    ) -> tuple[Imported | None, str]:
+        """Give the record to the model through `inbox`, which is called for each part of it.
+
+        (what was imported, `hit`) or (None, why not), on every rank the same.
+        """
+        return self._got(tag, token_ids, lambda: self._read(tag, token_ids, inbox), "hit")
+
+    def resume(
+        self, tag: GetTag, token_ids: Sequence[int], inbox: Callable[[int], Inbox]
+    ) -> tuple[Imported | None, str]:
+        """The KV that `keep` exported, as far as its tokens are those of this longer prompt.
+
+        `inbox` is called with the number of leading tokens.  (what was imported, `resumed`) or (None, why
+        not); the answer goes on with whatever the model chooses.
+        """
+        return self._got(tag, token_ids, lambda: self._read_kept(tag, token_ids, inbox), "resumed")
+
+    def not_got(self, tag: GetTag, reason: MissReason, detail: str, prompt_tokens: int = 0) -> str:
         """Count an import that did not happen; its reason."""
         self.imports[str(reason)] += 1
+        self.recomputed_tokens += prompt_tokens
         self._warn("kv_import_missed", handle=tag.handle, reason=str(reason), detail=detail)
         return str(reason)
 
-    def _read(self, tag: GetTag, token_ids: Sequence[int], inbox: Callable[[], Inbox]) -> Imported:
-        record = self._bridge.lookup(tag.shard, tag.epoch, tag.handle)
-        if record.token_ids != content_ids(token_ids, tag.adapter):
+    def _got(
+        self, tag: GetTag, token_ids: Sequence[int], read: Callable[[], Imported], result: str
+    ) -> tuple[Imported | None, str]:
+        found: Imported | _Miss
+        try:
+            found = read()
+        except BridgeMiss as miss:
+            found = _Miss(miss.reason, str(miss))
+        except Exception as error:  # noqa: BLE001 - the shard must answer whatever the bridge does
+            found = _Miss(MissReason.ERROR, repr(error))
+        if not self._agree(isinstance(found, Imported)) and isinstance(found, Imported):
+            found = _Miss(MissReason.RANKS, "another rank of this shard has no use of its part")
+        if isinstance(found, _Miss):
+            return None, self.not_got(tag, found.reason, found.detail, len(token_ids))
+        self.imports[result] += 1
+        self.imported_tokens += found.cached_tokens
+        self.recomputed_tokens += len(token_ids) - found.cached_tokens
+        return found, result
+
+    def _read(self, tag: GetTag, token_ids: Sequence[int], inbox: Callable[[Share], Inbox]) -> Imported:
+        records = self._parts(tag)
+        content = content_ids(token_ids, tag.adapter)
+        if any(record.token_ids != content for _, record in records):
             raise BridgeMiss(MissReason.TOKENS_DIFFER, "the record is of another prompt or another adapter")
-        opened = inbox()
-        self._bridge.read_into(record, opened.planes, len(token_ids))
-        opened.commit()
-        return Imported(record.first, opened)
+        opened = [(record, inbox(share)) for share, record in records]
+        for record, part in opened:
+            self._bridge.read_into(record, part.planes, len(token_ids))
+        for _, part in opened:
+            part.commit()
+        first = records[0][1].first
+        return Imported(tuple(part for _, part in opened), len(token_ids) - 1, first)
+
+    def _parts(self, tag: GetTag) -> list[tuple[Share, Record]]:
+        """The records that together hold this rank's heads; rank 0's tells how many there are."""
+        lead = self._bridge.lookup(tag.shard, tag.epoch, tag.handle, 0)
+        try:
+            needed = shares(self._kv_heads, lead.ranks, self._rank, self._ranks)
+        except ValueError as error:
+            raise BridgeMiss(MissReason.LAYOUT, str(error)) from None
+        return [
+            (share, self._bridge.lookup(tag.shard, tag.epoch, tag.handle, share.rank) if share.rank else lead)
+            for share in needed
+        ]
+
+    def _read_kept(self, tag: GetTag, token_ids: Sequence[int], inbox: Callable[[int], Inbox]) -> Imported:
+        record = self._bridge.own_lookup(tag.handle)
+        content = content_ids(token_ids, tag.adapter)
+        cached_tokens = min(common_prefix(record.token_ids, content), len(content) - 1)
+        if cached_tokens < 1:
+            raise BridgeMiss(MissReason.TOKENS_DIFFER, "the text so far has become other tokens")
+        part = inbox(cached_tokens)
+        self._bridge.read_into(record, part.planes, cached_tokens)
+        part.commit()
+        return Imported((part,), cached_tokens)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    return next(
+        (i for i, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs),
+        min(len(one), len(other)),
+    )
 
 
 def content_ids(token_ids: Sequence[int], adapter: str) -> tuple[int, ...]:

@@ -47,6 +47,12 @@ class Report(Message):
     """Count by result: `hit`, or a MissReason."""
     faults: int = 0
     """Times that the overlay itself failed, which cost at most a local prefill."""
+    imported_tokens: int = 0
+    """Prompt tokens of get legs whose KV came from records."""
+    recomputed_tokens: int = 0
+    """Those that this server computed."""
+    relaunch: str = ""
+    """Why this server should be replaced as soon as its requests are done; empty: it should not."""
     spent_s: float = 0.0
     """What the overlay's own work has taken of the server's time, up to the last count."""
 

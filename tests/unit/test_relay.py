@@ -11,6 +11,7 @@ import pytest
 from tgi_patches.bridge import Bridge, FirstToken, Planes
 from tgi_patches.bridge.memory import MemoryBridge, MemoryHost
 from tgi_patches.contract import BridgeMiss, Fingerprint, GetTag, MissReason, PutTag
+from tgi_patches.heads import Share
 from tgi_patches.relay import Imported, Outgoing, Relay, content_ids
 
 FINGERPRINT = Fingerprint("smol", "r1", "tok", "float32", "float32", layers=1, kv_heads=1, head_dim=4)
@@ -85,7 +86,7 @@ def put(relay: Relay, handle: str = HANDLE, kv: Sequence[bytes] = KV) -> None:
 def get(
     relay: Relay, box: Box, prompt: Sequence[int] = PROMPT, epoch: int = 1
 ) -> tuple[Imported | None, str]:
-    return relay.get(GetTag(HANDLE, "p", epoch), prompt, lambda: box)
+    return relay.get(GetTag(HANDLE, "p", epoch), prompt, lambda _: box)
 
 
 def test_a_record_that_was_put_is_got_as_a_whole_and_both_are_counted(pair: Pair) -> None:
@@ -94,7 +95,7 @@ def test_a_record_that_was_put_is_got_as_a_whole_and_both_are_counted(pair: Pair
     imported, result = get(pair.get, box)
     assert result == "hit"
     assert imported is not None
-    assert (imported.first, imported.inbox) == (FIRST, box)
+    assert (imported.first, imported.inboxes, imported.cached_tokens) == (FIRST, (box,), 2)
     assert [bytes(plane) for plane in box.arrived] == KV
     assert box.told == [r"commit after b'\x00\x01\x02'"]
     imported.repair()
@@ -188,7 +189,7 @@ def test_one_token_of_difference_opens_no_inbox(pair: Pair, prompt: list[int]) -
     put(pair.put)
     opened: list[Box] = []
 
-    def inbox() -> Box:
+    def inbox(_: Share) -> Box:
         opened.append(Box())
         return opened[-1]
 
@@ -285,7 +286,7 @@ def test_kv_that_cannot_be_gathered_is_no_record(pair: Pair, error: Exception, r
 
 @pytest.mark.parametrize(("error", "reason"), ERRORS)
 def test_an_inbox_that_cannot_be_opened_is_a_miss(pair: Pair, error: Exception, reason: str) -> None:
-    def inbox() -> NoReturn:
+    def inbox(_: Share) -> NoReturn:
         raise error
 
     put(pair.put)

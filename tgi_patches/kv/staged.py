@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tgi_patches.bridge import Planes
 from tgi_patches.bridge.ring import align
+from tgi_patches.heads import Share
 from tgi_patches.kv.slots import Piece, pieces
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -35,6 +36,8 @@ class StagedPool:
         self._pools = [as_words(pool) for pool in tokens_first]
         self._block_size = self._pools[0].shape[1]
         self._buffer = Buffer(self._pools)
+        self._part_buffers: dict[int, tuple[int, Buffer]] = {}
+        """By a record's rank: heads in its rows, and where they arrive."""
 
     def outbox(self, slots: Sequence[int]) -> Planes:
         """What to export of the given slots; valid until the next use of this pool."""
@@ -44,13 +47,27 @@ class StagedPool:
             places.gather(pool, plane)
         return planes_of(planes)
 
-    def inbox(self, slots: Sequence[int], first: int = 0) -> StagedInbox:
+    def inbox(self, slots: Sequence[int], first: int = 0, share: Share | None = None) -> StagedInbox:
         """For the given slots, of which those before position `first` are left alone.
 
-        Valid until the next use of this pool, but for `repair`.
+        For a `share` of the heads, rows are the record's.  Valid until the next use of this pool for
+        another request, but for `repair`.
         """
-        planes = self._buffer.tensors(len(slots))
-        return StagedInbox(self._pools, planes, self._places(slots[first:]), self._places(slots[-1:]), first)
+        pools, heads, buffer = self._pools, slice(None), self._buffer
+        if share is not None and not share.whole:
+            pools = [pool[:, :, share.ours : share.ours + share.count] for pool in pools]
+            heads = slice(share.theirs, share.theirs + share.count)
+            buffer = self._part_buffer(share)
+        planes = buffer.tensors(len(slots))
+        return StagedInbox(pools, planes, self._places(slots[first:]), self._places(slots[-1:]), first, heads)
+
+    def _part_buffer(self, share: Share) -> Buffer:
+        """Parts of one prompt arrive side by side: each rank's has memory of its own."""
+        heads, buffer = self._part_buffers.get(share.rank, (0, self._buffer))
+        if heads != share.heads:
+            buffer = Buffer(self._pools, share.heads)
+            self._part_buffers[share.rank] = share.heads, buffer
+        return buffer
 
     def _places(self, slots: Sequence[int]) -> Places:
         return Places(slots, self._block_size, self._pools[0].device)
@@ -65,6 +82,8 @@ class StagedInbox:
     places: Places
     last_place: Places
     first: int
+    heads: slice
+    """Of a record's row, those that the pools take."""
     last_kv: list[Tensor] | None = None
 
     @property
@@ -72,9 +91,9 @@ class StagedInbox:
         return planes_of(self.tensors)
 
     def commit(self) -> None:
-        self.last_kv = [plane[-1:].clone() for plane in self.tensors]
+        self.last_kv = [plane[-1:, self.heads].clone() for plane in self.tensors]
         for pool, plane in zip(self.pools, self.tensors, strict=True):
-            self.places.scatter(plane[self.first :], pool)
+            self.places.scatter(plane[self.first :, self.heads], pool)
         self.tensors = []
 
     def repair(self) -> None:
@@ -83,12 +102,15 @@ class StagedInbox:
 
 
 class Buffer:
-    """CPU memory for one record: a tensor `[tokens, heads, words]` per plane."""
+    """CPU memory for one record: a tensor `[tokens, heads, words]` per plane, by default with all heads."""
 
-    def __init__(self, pools: Sequence[Tensor]) -> None:
-        self._rows = [pool.shape[2:] for pool in pools]
+    def __init__(self, pools: Sequence[Tensor], heads: int | None = None) -> None:
+        self._rows = [(heads or pool.shape[2], pool.shape[3]) for pool in pools]
         self._dtypes = [pool.dtype for pool in pools]
-        self._row_bytes = [pool.shape[2] * pool.shape[3] * pool.element_size() for pool in pools]
+        self._row_bytes = [
+            count * words * pool.element_size()
+            for (count, words), pool in zip(self._rows, pools, strict=True)
+        ]
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def tensors(self, tokens: int) -> list[Tensor]:

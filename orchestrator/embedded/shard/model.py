@@ -197,7 +197,8 @@ class TransformersModel:
         assert self._relay is not None
         prompt = row.request.input_ids
         slots = row.request.slots[: len(prompt)]
-        row.imported, row.import_result = self._relay.get(tag, prompt, lambda: self._pool_bytes.inbox(slots))
+        inbox = self._pool_bytes.inbox
+        row.imported, row.import_result = self._relay.get(tag, prompt, lambda _: inbox(slots))
         if row.imported is not None:
             row.kv_tokens = len(prompt) - 1  # the last token is redone: it rebuilds all text state
 
@@ -221,8 +222,7 @@ class TransformersModel:
         first_step = row.stop.tokens == 0
         top = _top(logprobs, max(row.request.top_n_tokens, _TOP_EXPORTED if first_step else 0))
         logprob = float(logprobs[picked])
-        if first_step and row.imported is not None:
-            first = row.imported.first
+        if first_step and row.imported is not None and (first := row.imported.first) is not None:
             picked, logprob, top = first.id, first.logprob, list(first.top)
         elif first_step and isinstance(row.tag, GetTag) and row.tag.first_token_id is not None:
             picked = row.tag.first_token_id
