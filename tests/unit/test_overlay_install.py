@@ -113,7 +113,7 @@ def made(server: Server, monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
     monkeypatch.setitem(sys.modules, settings.__name__, settings)
     for table in ("SERVER", "FLASH", "CAUSAL"):
         monkeypatch.setattr(guard, table, {})
-    for name in ("Warmup", "Prefill"):
+    for name in ("Warmup", "Prefill", "Decode"):
         setattr(server.service, name, answer)
     install(server.env)
     return server.service(model)
@@ -144,10 +144,10 @@ async def test_a_model_that_cannot_be_relayed_is_served_and_reported(
     assert await service.Prefill(None, None) == "stock"
 
 
-def test_a_model_on_several_ranks_is_served_and_reported(
+def test_a_model_that_several_ranks_do_not_split_is_served_and_reported(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made(server, monkeypatch, model_of("FlashCausalLM", ranks=2))
+    made(server, monkeypatch, model_of("CausalLM", ranks=2))
     report = server.report
     assert report is not None
     assert not report.hooked

@@ -4,22 +4,27 @@ from_pb          take the handles, look records up; a batch in which all were fo
 generate_token   a batch with finds and others is run as two and joined
 forward          the cache is noted for the export, the last position of imports is repaired
 chooser, top n   a put leg's first token is noted, a get leg's is forced
+
+The continuation of a long answer (pieces.py) is prefilled as stock TGI does it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag, Tag
+from tgi_patches.heads import Share
 from tgi_patches.hooks import first_token
 from tgi_patches.hooks.identity import KVShape, name_of
 from tgi_patches.hooks.overlay import Overlay
 from tgi_patches.hooks.rows import Row, Rows, attach, drop, rows_of
+from tgi_patches.hooks.steps import StepHooks
 from tgi_patches.hooks.wrap import wrap
 from tgi_patches.kv import padded
+from tgi_patches.pieces import Begun
 from tgi_patches.relay import Outgoing
 
 _OTHERS = "_tgi_orchestrator_others"
@@ -46,17 +51,14 @@ class Step:
         return None
 
 
-class CausalHooks:
+class CausalHooks(StepHooks[Step]):
     """One model's."""
 
     def __init__(self, overlay: Overlay) -> None:
-        self._overlay = overlay
+        super().__init__(overlay)
         self._shape: padded.RowShape | None = None
         self._cache_class: Any = None
-        self._from_pb: Callable[..., Any] | None = None
-        self._step: Step | None = None
-        self._limit_reached = 0
-        self._looked = False
+        self._begun = Begun()
 
     def install(self, module: Any, tokens: Any) -> None:
         """`module` is TGI's causal_lm, where it looks `batch_top_tokens` up by name; utils.tokens."""
@@ -128,20 +130,6 @@ class CausalHooks:
             self._overlay.shielded(lambda: _settle(step, chooser, next_id, logprobs), None)
         return next_id, logprobs
 
-    def stop(self, original: Callable[..., Any], criteria: Any, *last: Any) -> Any:
-        step = self._step
-        row = self._overlay.shielded(lambda: step.put_of(criteria), None) if step is not None else None
-        if row is None:
-            return original(criteria, *last)
-        return first_token.stop(row, self._limit_reached, original, criteria, *last)
-
-    def top_tokens(self, original: Callable[..., Any], top_n: Any, *rest: Any) -> Any:
-        lists = original(top_n, *rest)
-        if self._step is None:
-            return lists
-        settle = partial(first_token.settle_top, self._step.indexed(), top_n, *lists)
-        return self._overlay.shielded(settle, lists)
-
     # --- arriving ---
 
     def _tags(self, pb: Any) -> dict[int, Tag]:
@@ -173,16 +161,21 @@ class CausalHooks:
         return hits
 
     def _look_up(self, row: Row, tag: GetTag, request: Any, token_ids: Sequence[int]) -> None:
-        if request.prefill_logprobs:
-            detail = "prompt logprobs need the whole prompt"
-            result = self._overlay.relay.not_got(tag, MissReason.UNSUPPORTED, detail)
+        relay = self._overlay.relay
+        if self._begun.continues(tag.handle, token_ids):
+            row.tag = replace(tag, first_token_id=None)  # that token began the answer, long ago
+            detail = "this model class goes on with long answers by a prefill"
+            result = relay.not_got(tag, MissReason.UNSUPPORTED, detail, len(token_ids))
+        elif request.prefill_logprobs:
+            result = self._refused(tag, len(token_ids))
         else:
-            inbox = partial(self._inbox, len(token_ids))
-            row.imported, result = self._overlay.relay.get(tag, token_ids, inbox)
+            row.imported, result = relay.get(tag, token_ids, partial(self._inbox, len(token_ids)))
         self._overlay.imported(request.id, result)
 
-    def _inbox(self, tokens: int) -> padded.PaddedInbox:
+    def _inbox(self, tokens: int, share: Share) -> padded.PaddedInbox:
         assert self._shape is not None
+        if not share.whole:
+            raise BridgeMiss(MissReason.LAYOUT, "a padded cache takes no part of the heads")
         return padded.PaddedInbox(self._shape, tokens)
 
     @staticmethod
@@ -220,8 +213,7 @@ class CausalHooks:
     def _forwarded(self, past: Any) -> None:
         if hasattr(type(past), "from_legacy_cache"):
             self._cache_class = type(past)
-        if not self._looked:
-            self._looked = True
+        if self._shape is None:
             self._shape = _shape_of(past)
         step = self._step
         if step is None:
@@ -249,7 +241,7 @@ def _found(row: Row | None) -> bool:
 
 def _inbox_of(row: Row) -> padded.PaddedInbox:
     assert row.imported is not None
-    inbox = row.imported.inbox
+    (inbox,) = row.imported.inboxes
     assert isinstance(inbox, padded.PaddedInbox)
     return inbox
 

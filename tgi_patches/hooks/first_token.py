@@ -40,8 +40,8 @@ def rewind(chooser: Any, index: int) -> None:
 
 def forced(row: Row, logprobs: Tensor) -> tuple[int, float] | None:
     """Id and logprob with which a get leg begins; `logprobs` [vocab] are this server's own."""
-    if row.imported is not None:
-        return row.imported.first.id, row.imported.first.logprob
+    if row.imported is not None and (first := row.imported.first) is not None:
+        return first.id, first.logprob
     if isinstance(row.tag, GetTag) and row.tag.first_token_id is not None:
         return row.tag.first_token_id, float(logprobs[row.tag.first_token_id])
     return None
@@ -60,8 +60,8 @@ def settle_top(
             continue
         if isinstance(row.tag, PutTag):
             row.top = tuple(zip(ids[index][0], logprobs[index][0], strict=True))
-        elif row.imported is not None and row.imported.first.top:
-            exported = row.imported.first.top
+        elif row.imported is not None and (first := row.imported.first) is not None and first.top:
+            exported = first.top
             ids[index] = [[token_id for token_id, _ in exported]]
             logprobs[index] = [[logprob for _, logprob in exported]]
     return ids, logprobs

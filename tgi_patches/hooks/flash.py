@@ -5,22 +5,29 @@ generate_token   around it: which rows complete their prompt in this step
 chooser          a put leg's first token is noted, a get leg's is forced
 generate_token   after it: put legs are exported, the last slot of get legs is repaired
 filter, concatenate   rows of half-done prompts go along
+
+A long answer, see pieces.py: when a get leg reaches the limit at which TGI's router will continue it, its
+KV is exported to this server's own ring, and the continuation imports what its prompt has in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from tgi_patches.bridge import Planes
 from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag
+from tgi_patches.heads import Share
 from tgi_patches.hooks import first_token
 from tgi_patches.hooks.identity import KVShape, name_of
 from tgi_patches.hooks.overlay import Overlay
 from tgi_patches.hooks.rows import Row, Rows, attach, carry, drop, rows_of
+from tgi_patches.hooks.steps import StepHooks
 from tgi_patches.hooks.wrap import wrap
 from tgi_patches.kv.staged import StagedInbox, StagedPool
+from tgi_patches.pieces import PIECE_TOKENS, Begun
 from tgi_patches.relay import Imported, Outgoing
 
 
@@ -42,19 +49,24 @@ class Step:
     puts: dict[int, Row]
     """By the identity of their stop rules."""
 
+    def indexed(self) -> list[tuple[int, Row]]:
+        return [(done.index, done.row) for done in self.rows]
 
-class FlashHooks:
+    def put_of(self, criteria: Any) -> Row | None:
+        return self.puts.get(id(criteria))
+
+
+class FlashHooks(StepHooks[Step]):
     """`heads_first`: see StagedPool; `request_logprobs`: TGI was told to compute prompt logprobs."""
 
     def __init__(self, overlay: Overlay, *, heads_first: bool, request_logprobs: bool) -> None:
-        self._overlay = overlay
+        super().__init__(overlay)
         self._heads_first = heads_first
         self._request_logprobs = request_logprobs
         self._model: Any = None
         self._pool: StagedPool | None = None
         self._pool_of: Any = None
-        self._step: Step | None = None
-        self._limit_reached = 0
+        self._begun = Begun()
 
     def install(self, module: Any, tokens: Any) -> None:
         """`module` is TGI's flash_causal_lm, where it looks `batch_top_tokens` up by name; utils.tokens."""
@@ -132,35 +144,22 @@ class FlashHooks:
         if step is not None:
             for done in step.rows:
                 self._overlay.shielded(partial(self._completed, batch, done), None)
-            drop(batch, [done.request_id for done in step.rows])
+            drop(batch, [done.request_id for done in step.rows if not done.row.piece])
             self._overlay.flush()
+        self._overlay.shielded(lambda: self._keep_pieces(batch), None)
         return result
 
     def choose(self, original: Callable[..., Any], chooser: Any, *args: Any, **kwargs: Any) -> Any:
         step = self._step
-        ours = step is not None and step.chooser is chooser
-        if step is not None and ours:
-            for done in step.rows:
-                self._overlay.shielded(partial(first_token.rewind, chooser, done.index), None)
+        if step is None or step.chooser is not chooser:
+            return original(chooser, *args, **kwargs)
+        for done in step.rows:
+            self._overlay.shielded(partial(first_token.rewind, chooser, done.index), None)
         chosen = original(chooser, *args, **kwargs)
-        if step is not None and ours:
-            for done in step.rows:
-                settle = partial(first_token.settle, done.row, done.index, *chosen[:3])
-                self._overlay.shielded(settle, None)
+        for done in step.rows:
+            settle = partial(first_token.settle, done.row, done.index, *chosen[:3])
+            self._overlay.shielded(settle, None)
         return chosen
-
-    def stop(self, original: Callable[..., Any], criteria: Any, *last: Any) -> Any:
-        row = self._step.puts.get(id(criteria)) if self._step is not None else None
-        if row is None:
-            return original(criteria, *last)
-        return first_token.stop(row, self._limit_reached, original, criteria, *last)
-
-    def top_tokens(self, original: Callable[..., Any], top_n: Any, *rest: Any) -> Any:
-        lists = original(top_n, *rest)
-        if self._step is None:
-            return lists
-        rows = [(done.index, done.row) for done in self._step.rows]
-        return self._overlay.shielded(partial(first_token.settle_top, rows, top_n, *lists), lists)
 
     # --- arriving ---
 
@@ -171,21 +170,31 @@ class FlashHooks:
             return
         row = rows[request.id] = Row(tag)
         if isinstance(tag, GetTag):
-            row.imported, result = self._got(tag, request, token_ids)
+            continues = self._begun.continues(tag.handle, token_ids)
+            if continues:
+                row.tag = replace(tag, first_token_id=None)  # that token began the answer, long ago
+            row.piece = self._overlay.relay.keeps and _may_continue(request)
+            row.imported, result = self._got(tag, request, token_ids, continues=continues)
             self._overlay.imported(request.id, result)
             if row.imported is not None:
-                _shorten(request, len(token_ids))
+                _shorten(request, len(token_ids), row.imported.cached_tokens)
 
-    def _got(self, tag: GetTag, request: Any, token_ids: Sequence[int]) -> tuple[Imported | None, str]:
-        relay = self._overlay.relay
+    def _got(
+        self, tag: GetTag, request: Any, token_ids: Sequence[int], *, continues: bool
+    ) -> tuple[Imported | None, str]:
         if self._request_logprobs and request.prefill_logprobs:
-            detail = "prompt logprobs need the whole prompt"
-            return None, relay.not_got(tag, MissReason.UNSUPPORTED, detail)
+            return None, self._refused(tag, len(token_ids))
+        slots = partial(_slots, request)
 
-        def inbox() -> StagedInbox:
-            return self._paged().inbox(_slots(request, len(token_ids)), request.cache_len)
+        def inbox(share: Share) -> StagedInbox:
+            return self._paged().inbox(slots(len(token_ids)), request.cache_len, share)
 
-        return relay.get(tag, token_ids, inbox)
+        def prefix(tokens: int) -> StagedInbox:
+            return self._paged().inbox(slots(tokens), min(request.cache_len, tokens))
+
+        if continues:
+            return self._overlay.relay.resume(tag, token_ids, prefix)
+        return self._overlay.relay.get(tag, token_ids, inbox)
 
     # --- a step ---
 
@@ -219,6 +228,27 @@ class FlashHooks:
 
         self._overlay.relay.put(tag, batch.all_input_ids[index][:prompt_tokens], outgoing)
 
+    def _keep_pieces(self, batch: Any) -> None:
+        """Export what has reached the limit of a piece, before the router frees its blocks."""
+        rows = rows_of(batch)
+        if not any(row.piece for row in rows.values()):
+            return
+        for index, request in enumerate(batch.requests):
+            row = rows.get(request.id)
+            if row is None or not row.piece or not isinstance(row.tag, GetTag):
+                continue
+            criteria = batch.stopping_criterias[index]
+            if criteria.current_tokens >= criteria.max_new_tokens:
+                self._overlay.relay.keep(row.tag, *self._reached(batch, index))
+                drop(batch, [request.id])
+                self._overlay.flush()
+
+    def _reached(self, batch: Any, index: int) -> tuple[list[int], Callable[[], Planes]]:
+        """Token ids of all that has KV, which the newest token has not, and that KV."""
+        token_ids = list(batch.all_input_ids[index][:-1])
+        request = batch.requests[index]
+        return token_ids, lambda: self._paged().outbox(_slots(request, len(token_ids)))
+
     def _paged(self) -> StagedPool:
         """TGI makes its cache anew in Warmup: never trust an older one."""
         cache = self._model.kv_cache
@@ -228,11 +258,16 @@ class FlashHooks:
         return self._pool
 
 
-def _shorten(request: Any, prompt_tokens: int) -> None:
-    """All but the last token is in the request's slots: only that one is left to compute."""
-    request.cache_len = prompt_tokens - 1
+def _shorten(request: Any, prompt_tokens: int, cached_tokens: int) -> None:
+    """So many leading tokens are in the request's slots: only the others are left to compute."""
+    request.cache_len = max(request.cache_len, cached_tokens)
     if request.HasField("chunk_len"):
-        request.chunk_len = 1
+        request.chunk_len = min(request.chunk_len, prompt_tokens - request.cache_len)
+
+
+def _may_continue(request: Any) -> bool:
+    """TGI's router asks for no more tokens at a time, and for fewer only where fewer are wanted."""
+    return bool(request.stopping_parameters.max_new_tokens == PIECE_TOKENS)
 
 
 def _completes(batch: Any, index: int) -> bool:

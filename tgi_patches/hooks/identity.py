@@ -41,7 +41,7 @@ def fingerprint_of(
         dtype=name_of(model.dtype),
         kv_dtype=shape.dtype,
         layers=shape.layers,
-        kv_heads=shape.kv_heads * model.world_size,
+        kv_heads=_all_heads(model, shape),
         head_dim=shape.head_dim,
         quantization=getattr(model, "quantize", None) or "",
         rope=rope_of(getattr(model.model, "config", None) or getattr(model, "config", None), os.environ),
@@ -50,6 +50,13 @@ def fingerprint_of(
         block_size=block_size,
         tensor_parallel=model.world_size,
     )
+
+
+def _all_heads(model: Any, shape: KVShape) -> int:
+    """Of all ranks; a single KV head is on every one of them."""
+    config = getattr(model, "config", None)
+    alone = getattr(config, "num_key_value_heads", None) == 1
+    return 1 if alone else shape.kv_heads * model.world_size
 
 
 def name_of(dtype: Any) -> str:

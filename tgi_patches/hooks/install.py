@@ -20,10 +20,12 @@ from tgi_patches.hooks import guard, log, support
 from tgi_patches.hooks.causal import CausalHooks
 from tgi_patches.hooks.flash import FlashHooks
 from tgi_patches.hooks.identity import KVShape, fingerprint_of
-from tgi_patches.hooks.overlay import Overlay, Place
+from tgi_patches.hooks.memory import OutOfMemory, out_of_memory
+from tgi_patches.hooks.overlay import HEALTH_REQUEST_ID, Overlay, Place
 from tgi_patches.hooks.wrap import wrap, wrap_coroutine
 
 _MODELS = "text_generation_server.models"
+_DETAIL_CHARS = 300
 _BAD_INPUT = 2
 
 
@@ -43,8 +45,11 @@ def install(env: Mapping[str, str]) -> None:
     strict = env.get(STRICT_VARIABLE, "") == "1"
     try:
         spec = ShardSpec.from_env(env)
+        ranks = int(env.get("WORLD_SIZE", "1"))
+        if ranks > 1 and EPOCH_VARIABLE not in env:
+            raise ContractError(f"{ranks} ranks need the epoch that they share in {EPOCH_VARIABLE}.")
         epoch = int(env.get(EPOCH_VARIABLE, new_epoch()))
-        place = Place(spec, epoch, int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")))
+        place = Place(spec, epoch, int(env.get("RANK", "0")), ranks)
     except (ContractError, ValueError) as error:
         _refuse(strict, f"The shard's spec is not usable: {error}")
         return
@@ -82,6 +87,7 @@ def _hook_service(place: Place, strict: bool) -> None:
     wrap(service, "__init__", laid.made)
     wrap_coroutine(service, "Warmup", laid.warmed_up)
     wrap_coroutine(service, "Prefill", laid.prefilled)
+    wrap_coroutine(service, "Decode", laid.decoded)
 
 
 def _likely() -> guard.Known:
@@ -125,11 +131,37 @@ class _Laid:
     async def prefilled(self, original: Callable[..., Any], service: Any, request: Any, context: Any) -> Any:
         if self._overlay is not None:
             self._overlay.take_results()  # of a Prefill that failed
-        reply = await original(service, request, context)
+        try:
+            reply = await original(service, request, context)
+        except Exception as error:
+            if (overlay := self._overlay) is not None:
+                overlay.shielded(lambda: _prefill_failed(overlay, request), None)
+            if (harmless := self._of_one_batch(error)) is not None:
+                raise harmless from error
+            raise
         if self._overlay is not None and (results := self._overlay.take_results()):
             metadata = ((IMPORTS_METADATA, results),)
             self._overlay.shielded(lambda: context.set_trailing_metadata(metadata), None)
         return reply
+
+    async def decoded(self, original: Callable[..., Any], service: Any, *args: Any) -> Any:
+        try:
+            return await original(service, *args)
+        except Exception as error:
+            if (harmless := self._of_one_batch(error)) is not None:
+                raise harmless from error
+            raise
+
+    def _of_one_batch(self, error: Exception) -> OutOfMemory | None:
+        """What to raise in place of an error that concerns the running batch alone; None for any other.
+
+        TGI ends a server at every RuntimeError, which torch's out of memory is.  Ranks that fail alone
+        leave the others in a collective: there TGI's way is the right one.
+        """
+        if self._place.world_size > 1 or not out_of_memory(error):
+            return None
+        log.warn("out_of_memory", error=str(error)[:_DETAIL_CHARS])
+        return OutOfMemory("Out of memory in this step: its requests failed, the server goes on.")
 
     def _hook_model(self, model: Any) -> None:
         served = _served(model)
@@ -153,6 +185,15 @@ class _Laid:
             model, self._place.spec, shape, attention=settings.ATTENTION, block_size=settings.BLOCK_SIZE
         )
         self._overlay.arm(fingerprint, shape)
+
+
+def _prefill_failed(overlay: Overlay, request: Any) -> None:
+    """With prefix caching the router now takes the prompts for cached; its health check has no blocks."""
+    probe = all(one.id == HEALTH_REQUEST_ID for one in request.batch.requests)
+    if importlib.import_module(f"{_MODELS}.globals").PREFIX_CACHING and not probe:
+        overlay.wants_relaunch(
+            "A prefill failed with prefix caching on: TGI's router may count on KV that was never computed."
+        )
 
 
 def _served(model: Any) -> support.Served:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tgi_patches.ballot import Ballot, ballot_path
 from tgi_patches.bridge import ArenaError
 from tgi_patches.bridge.arena import ArenaBridge
 from tgi_patches.bridge.files import make_directories
@@ -106,23 +107,22 @@ class Overlay:
             self._report = replace(self._report, kv_tokens=shape.tokens)
             self.say()
             return
-        spec = self._place.spec
+        place, spec = self._place, self._place.spec
         try:
-            bridge = ArenaBridge(
-                Path(spec.arena_dir),
-                spec.deployment,
-                spec.shard,
-                self._place.rank,
-                self._place.epoch,
-                fingerprint,
-                spec.arena_bytes,
-                spec.record_ttl_s,
-            )
+            agree = self._agreement()
+            bridge = self._bridge(fingerprint, agree)
         except ArenaError as error:
             self.refuse(str(error))
             return
         self._relay = Relay(
-            bridge, published=self._mailbox.published, failed=self._mailbox.failed, warn=log.warn
+            bridge,
+            published=self._mailbox.published,
+            failed=self._mailbox.failed,
+            warn=log.warn,
+            kv_heads=fingerprint.kv_heads,
+            rank=place.rank,
+            ranks=place.world_size,
+            agree=agree,
         )
         self._report = replace(
             self._report,
@@ -134,6 +134,37 @@ class Overlay:
             record_limit_bytes=bridge.record_limit_bytes,
         )
         log.info("overlay_armed", shard=spec.shard, model_class=self._report.model_class)
+        self.say()
+
+    def _agreement(self) -> Callable[[bool], bool]:
+        """Whether all ranks say yes; a rank alone agrees with itself."""
+        place, spec = self._place, self._place.spec
+        if place.world_size == 1:
+            return bool
+        path = ballot_path(Path(spec.arena_dir), spec.deployment, spec.shard)
+        make_directories(path)
+        return Ballot(path, place.epoch, place.rank, place.world_size).agree
+
+    def _bridge(self, fingerprint: Fingerprint, agree: Callable[[bool], bool]) -> ArenaBridge:
+        """This rank's arena.  Raises ArenaError on every rank where one of them has none."""
+        place, spec = self._place, self._place.spec
+        arguments = (Path(spec.arena_dir), spec.deployment, spec.shard, place.rank, place.epoch)
+        try:
+            bridge = ArenaBridge(*arguments, fingerprint, spec.arena_bytes, spec.record_ttl_s)
+        except ArenaError:
+            agree(False)
+            raise
+        if not agree(True):
+            bridge.close()
+            raise ArenaError("Another rank of this shard has no arena.")
+        return bridge
+
+    def wants_relaunch(self, reason: str) -> None:
+        """Tell whoever launched this server to replace it; the first reason stays."""
+        if self._report.relaunch:
+            return
+        self._report = replace(self._report, relaunch=reason)
+        log.warn("overlay_wants_relaunch", reason=reason)
         self.say()
 
     def refuse(self, note: str) -> None:
@@ -201,6 +232,8 @@ class Overlay:
             self._report,
             exports=dict(exports),
             imports=dict(imports),
+            imported_tokens=self._relay.imported_tokens,
+            recomputed_tokens=self._relay.recomputed_tokens,
             faults=self._faults,
             spent_s=self._spent_s,
         )

@@ -30,6 +30,8 @@ class Row:
 
     ended: bool = False
     """A put leg was complete with its first token."""
+    piece: bool = False
+    """A get leg that TGI's router will continue when it reaches its limit: its KV is kept then."""
 
     def first(self) -> FirstToken:
         """What a put leg exports.  Raises BridgeMiss ERROR before the token was sampled."""

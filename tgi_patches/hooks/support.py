@@ -30,8 +30,10 @@ class Served:
 
 def refusal(served: Served) -> str | None:
     """Why KV can be neither exported nor imported; None where it can."""
-    if served.ranks > 1:
-        return f"KV of a model on {served.ranks} ranks cannot be relayed yet: they would have to agree first."
+    if served.ranks > 1 and served.model_class in CAUSAL_CLASSES:
+        return (
+            f"KV of a {served.model_class} on {served.ranks} ranks cannot be relayed: TGI does not split it."
+        )
     if served.model_class in CAUSAL_CLASSES:
         if served.batch_class == _CAUSAL_BATCH:
             return None

@@ -44,11 +44,8 @@ class PaddedInbox:
             torch.empty((tokens, shape.heads, shape.dim), dtype=shape.dtype) for _ in range(shape.planes)
         ]
         self.tokens = tokens
+        self.planes: Planes = planes_of(self._tensors)
         self._target: tuple[Layers, int] | None = None
-
-    @property
-    def planes(self) -> Planes:
-        return planes_of(self._tensors)
 
     def commit(self) -> None:
         """Nothing to do: `joined` copies."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ class Request:
     ignore_eos_token: bool = False
     stop_sequences: tuple[str, ...] = ()
     cleared: bool = False
+
+    @property
+    def stopping_parameters(self) -> SimpleNamespace:
+        return SimpleNamespace(max_new_tokens=self.max_new_tokens)
 
     def HasField(self, name: str) -> bool:  # noqa: N802 - protobuf's name
         assert name == "chunk_len"
