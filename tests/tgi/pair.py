@@ -35,14 +35,25 @@ class Member:
     @property
     def report(self) -> Report:
         """What its overlay says of itself."""
-        path = report_path(Path(self.spec.arena_dir), self.spec.deployment, self.spec.shard, 0)
+        return self.report_of(0)
+
+    def report_of(self, rank: int) -> Report:
+        path = report_path(Path(self.spec.arena_dir), self.spec.deployment, self.spec.shard, rank)
         report = read_report(path)
         assert report is not None, f"no report at {path}"
         return report
 
     @property
+    def reports(self) -> list[Report]:
+        """Of all ranks."""
+        return [self.report_of(rank) for rank in range(self.server.plan.ranks)]
+
+    @property
     def arena(self) -> Path:
-        return Path(self.spec.arena_dir) / self.spec.deployment / f"{self.spec.shard}.0.arena"
+        return self.arena_of(0)
+
+    def arena_of(self, rank: int) -> Path:
+        return Path(self.spec.arena_dir) / self.spec.deployment / f"{self.spec.shard}.{rank}.arena"
 
 
 @contextmanager
@@ -102,12 +113,15 @@ class Trio:
 
 
 @contextmanager
-def trio(servers: Servers, plan: ServerPlan, python: Path) -> Iterator[Trio]:
-    """The three servers of `plan`, each with the same number of threads."""
+def trio(
+    servers: Servers, plan: ServerPlan, python: Path, *, ranks: tuple[int, int] = (1, 1), **get_spec: Any
+) -> Iterator[Trio]:
+    """The three servers of `plan`, each with the same number of threads; `ranks` of put and get server."""
+    put_plan, get_plan = (replace(plan, ranks=count) for count in ranks)
     with (
         arena_folder() as folder,
-        member(servers, plan, "put", folder, arena_bytes=ARENA_BYTES) as put,
-        member(servers, plan, "get", folder) as get,
+        member(servers, put_plan, "put", folder, arena_bytes=ARENA_BYTES) as put,
+        member(servers, get_plan, "get", folder, **get_spec) as get,
         servers.own(plan) as stock,
     ):
         yield Trio(put, get, stock, python)

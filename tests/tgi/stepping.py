@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,19 @@ _batch_ids = itertools.count(1)
 async def warm(
     server: Server, python: Path, limits: ModelLimits = LIMITS, *, again: bool = True
 ) -> AsyncIterator[TgiModel]:
-    """A client of rank 0, after Warmup; not `again` for a server that has been warmed up before."""
+    """A client of all ranks, after Warmup; not `again` for a server that has been warmed up before."""
     schema = await read_schema(str(python))
-    connection = await Connection.open(server.uds, schema, deadline_s=CONNECT_LIMIT_S)
-    try:
-        model = TgiModel(connection, limits)
+    async with AsyncExitStack() as stack:
+        connections = []
+        for rank in range(server.plan.ranks):
+            opening = Connection.open(server.uds, schema, deadline_s=CONNECT_LIMIT_S, rank=rank)
+            connections.append(await opening)
+            stack.push_async_callback(connections[-1].close)
+        lead, *others = connections
+        model = TgiModel(lead, limits, others)
         if again:
             await model.warmup()
         yield model
-    finally:
-        await connection.close()
 
 
 class Slots:

@@ -49,7 +49,7 @@ class Connection:
         self._calls = {
             method.name: channel.unary_unary(
                 f"/{SERVICE}/{method.name}",
-                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                request_serializer=_serialized,
                 response_deserializer=GetMessageClass(method.output_type).FromString,
             )
             for method in pool.FindServiceByName(SERVICE).methods
@@ -58,14 +58,14 @@ class Connection:
         """`message("PrefillRequest")` is that message's class."""
 
     @classmethod
-    async def open(cls, uds: Path, schema: bytes, *, deadline_s: float) -> Self:
-        """Connect to rank 0 of a server that was started with `--uds-path UDS`.
+    async def open(cls, uds: Path, schema: bytes, *, deadline_s: float, rank: int = 0) -> Self:
+        """Connect to one rank of a server that was started with `--uds-path UDS`.
 
         `schema` is what `schema.read_schema` read from the server's interpreter.
         Raises ShardError when nobody answers within `deadline_s`, ConfigError for another protocol.
         """
         pool = _pool_of(schema)
-        channel = grpc.aio.insecure_channel(f"unix:{uds}-0", options=_OPTIONS)
+        channel = grpc.aio.insecure_channel(f"unix:{uds}-{rank}", options=_OPTIONS)
         try:
             async with asyncio.timeout(deadline_s):
                 await channel.channel_ready()
@@ -102,6 +102,12 @@ class Connection:
 
     def _message(self, name: str) -> Any:
         return GetMessageClass(self._pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+def _serialized(message: Any) -> bytes:
+    """One request goes to several ranks, whose connections describe it each for themselves."""
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def _pool_of(schema: bytes) -> DescriptorPool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,21 @@ class ModelLimits:
     max_batch_prefill_tokens: int
 
 
-class TgiModel:
-    """See `ShardModel`.  The server computes everything, `wanted` or not: a step cannot be given up."""
+Reply = tuple[Any, Mapping[str, str]]
+"""A message, and the metadata after it."""
 
-    def __init__(self, connection: Connection, limits: ModelLimits) -> None:
-        self._connection = connection
+
+class TgiModel:
+    """See `ShardModel`.  The server computes everything, `wanted` or not: a step cannot be given up.
+
+    `connection` is rank 0's.  Every call goes to all ranks, as from TGI's router: each computes its part
+    of every request, and answers for some of them.
+    """
+
+    def __init__(
+        self, connection: Connection, limits: ModelLimits, others: Sequence[Connection] = ()
+    ) -> None:
+        self._connections = (connection, *others)
         self._message = connection.message
         self._limits = limits
         self._info: ModelInfo | None = None
@@ -50,8 +61,9 @@ class TgiModel:
             padded=info.padded,
         )
         await self.clear_cache()
-        reply = await self._connection.call("Warmup", request)
-        self._info = info_from(await self._call("Info", "InfoRequest"), reply.max_supported_total_tokens)
+        warmed = await self._everywhere("Warmup", request)
+        tokens = min(reply.max_supported_total_tokens for reply, _ in warmed)
+        self._info = info_from(await self._call("Info", "InfoRequest"), tokens)
 
     async def prefill(
         self, batch: Batch, cached: CachedBatch | None = None
@@ -59,13 +71,13 @@ class TgiModel:
         request = self._message("PrefillRequest")(batch=batch_of(self._message, batch, await self.info()))
         if cached is not None:
             request.cached_batch.CopyFrom(cached_of(self._message, cached))
-        reply, metadata = await self._connection.call_with_metadata("Prefill", request)
-        return await self._stepped(reply, _imports(metadata))
+        return await self._stepped(await self._everywhere("Prefill", request))
 
     async def decode(self, batches: list[CachedBatch]) -> tuple[list[Generation], CachedBatch | None]:
         parts = [cached_of(self._message, batch) for batch in batches]
-        reply = await self._call("Decode", "DecodeRequest", batches=parts)
-        return await self._stepped(reply, {})
+        return await self._stepped(
+            await self._everywhere("Decode", self._message("DecodeRequest")(batches=parts))
+        )
 
     async def filter_batch(self, batch_id: int, request_ids: tuple[int, ...]) -> CachedBatch:
         reply = await self._call(
@@ -78,16 +90,27 @@ class TgiModel:
         await self._call("ClearCache", "ClearCacheRequest", **named)
 
     async def _call(self, method: str, request: str, **fields: Any) -> Any:
-        return await self._connection.call(method, self._message(request)(**fields))
+        """Rank 0's answer."""
+        (lead, _), *_ = await self._everywhere(method, self._message(request)(**fields))
+        return lead
 
-    async def _stepped(
-        self, reply: Any, imports: Mapping[int, str]
-    ) -> tuple[list[Generation], CachedBatch | None]:
+    async def _everywhere(self, method: str, request: Any) -> list[Reply]:
+        """Every rank's answer, by rank; an error of any of them once all have answered or run late."""
+        calls = (connection.call_with_metadata(method, request) for connection in self._connections)
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+    async def _stepped(self, replies: Sequence[Reply]) -> tuple[list[Generation], CachedBatch | None]:
         """The server keeps requests that ended in its batch until it is told to drop them."""
-        generations = generations_from(reply, imports)
-        if not reply.HasField("batch"):
+        lead, metadata = replies[0]
+        imports = _imports(metadata)
+        generations = [step for reply, _ in replies for step in generations_from(reply, imports)]
+        if not lead.HasField("batch"):
             return generations, None
-        cached = cached_from(reply.batch)
+        cached = cached_from(lead.batch)
         ended = {step.request_id for step in generations if step.generated_text is not None}
         left = tuple(i for i in cached.request_ids if i not in ended)
         if len(left) == len(cached.request_ids):

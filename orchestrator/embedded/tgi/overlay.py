@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-from tgi_patches.bridge import ArenaError, Record
-from tgi_patches.bridge.arena import ArenaBridge
+from tgi_patches.bridge import ArenaError
 from tgi_patches.bridge.files import make_directories
 from tgi_patches.contract import Fingerprint, MissReason, ShardSpec
 from tgi_patches.mailbox import MailboxReader, mailbox_path
 from tgi_patches.report import Report, read_report, report_path
+from tgi_patches.sidecar.records import Records
 
 RANK = 0
 NO_OVERLAY = "TGI's server runs without the overlay."
@@ -45,7 +45,7 @@ class Overlay:
 
     def records(self, fingerprint: Fingerprint) -> Records:
         """For the sidecar: what this shard's server exported."""
-        return Records(self._spec, self._epoch, fingerprint)
+        return Records(self._spec, self._epoch, lambda: fingerprint)
 
     def mailbox(
         self, published: Callable[[str], None], failed: Callable[[str, MissReason], None]
@@ -57,27 +57,6 @@ class Overlay:
         for path in (self._report_path, self._mailbox_path):
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-class Records(ArenaBridge):
-    """The arena of the server process, read only: its records are this shard's own."""
-
-    def __init__(self, spec: ShardSpec, epoch: int, fingerprint: Fingerprint) -> None:
-        super().__init__(
-            Path(spec.arena_dir),
-            spec.deployment,
-            spec.shard,
-            RANK,
-            epoch,
-            fingerprint,
-            arena_bytes=0,
-            record_ttl_s=spec.record_ttl_s,
-        )
-        self._owner = (spec.shard, epoch)
-
-    def own_lookup(self, handle: str) -> Record:
-        """See Bridge.own_lookup; on the thread that made this."""
-        return self.lookup(*self._owner, handle)
 
 
 def unhooked(report: Report | None) -> str:
