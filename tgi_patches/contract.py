@@ -366,9 +366,9 @@ class StatusReply(Message):
     waiting: int = 0
     kv_tokens_used: int = 0
     exports: Mapping[str, int] = field(default_factory=dict)
-    """Count by result: `ok`, or a MissReason."""
+    """Count by result: `ok`, `kept` (of a long answer, for itself), or a MissReason."""
     imports: Mapping[str, int] = field(default_factory=dict)
-    """Count by result: `hit`, or a MissReason."""
+    """Count by result: `hit`, `resumed` (a long answer), or a MissReason."""
     hooked: bool = True
     """False when the overlay refused to hook this server: such a shard serves only mixed."""
     note: str = ""

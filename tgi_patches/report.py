@@ -42,15 +42,12 @@ class Report(Message):
     ring_bytes: int = 0
     record_limit_bytes: int = 0
     exports: Mapping[str, int] = field(default_factory=dict)
-    """Count by result: `ok`, or a MissReason."""
+    """As StatusReply's; so are the next three."""
     imports: Mapping[str, int] = field(default_factory=dict)
-    """Count by result: `hit`, or a MissReason."""
     faults: int = 0
     """Times that the overlay itself failed, which cost at most a local prefill."""
     imported_tokens: int = 0
-    """Prompt tokens of get legs whose KV came from records."""
     recomputed_tokens: int = 0
-    """Those that this server computed."""
     relaunch: str = ""
     """Why this server should be replaced as soon as its requests are done; empty: it should not."""
     spent_s: float = 0.0

@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tgi_patches.bridge import Bridge, FirstToken, Planes
 from tgi_patches.bridge.memory import MemoryBridge, MemoryHost
 from tgi_patches.contract import BridgeMiss, Fingerprint, GetTag, MissReason, PutTag
 from tgi_patches.heads import Share
-from tgi_patches.relay import Imported, Outgoing, Relay, content_ids
+from tgi_patches.relay import Imported, Outgoing, Relay, common_prefix, content_ids
 
 FINGERPRINT = Fingerprint("smol", "r1", "tok", "float32", "float32", layers=1, kv_heads=1, head_dim=4)
 HANDLE = "0123456789abcdef" * 2
@@ -329,3 +331,132 @@ def test_what_a_record_is_of_depends_on_the_adapter_and_fits_into_32_bits() -> N
     assert red[1:] == blue[1:] == (6, 7)
     assert all(0 <= ids[0] < 2**32 for ids in (red, blue))
     assert content_ids([], "red") == ()
+
+
+# --- ranks that decide together ---
+
+
+def agreeing(pair: Pair, verdict: bool, asked: list[bool]) -> Relay:
+    def agree(yes: bool) -> bool:
+        asked.append(yes)
+        return yes and verdict
+
+    return Relay(
+        pair.bridge("d2", 0),
+        published=lambda _: None,
+        failed=lambda *_: None,
+        warn=lambda *_, **__: None,
+        agree=agree,
+    )
+
+
+def test_what_another_rank_cannot_use_is_not_used(pair: Pair) -> None:
+    put(pair.put)
+    asked: list[bool] = []
+    relay = agreeing(pair, False, asked)
+    assert get(relay, Box()) == (None, "ranks")
+    assert (relay.imports, asked) == ({"ranks": 1}, [True])
+    assert (relay.imported_tokens, relay.recomputed_tokens) == (0, 3)
+
+
+@pytest.mark.parametrize("inbox_fails", [True, False])
+def test_a_rank_that_missed_says_so_once_and_keeps_its_own_reason(pair: Pair, inbox_fails: bool) -> None:
+    asked: list[bool] = []
+    relay = agreeing(pair, True, asked)
+    if inbox_fails:
+        put(pair.put)
+
+        def inbox(_: Share) -> NoReturn:
+            raise MemoryError
+
+        assert relay.get(GetTag(HANDLE, "p", 1), PROMPT, inbox) == (None, "error")
+    else:
+        assert get(relay, Box()) == (None, "missing")
+    assert asked == [False]
+
+
+def test_tokens_are_counted_where_they_came_from(pair: Pair) -> None:
+    """The last token of a prompt is computed again on a hit, all of them on a miss."""
+    put(pair.put)
+    get(pair.get, Box())
+    get(pair.get, Box(), epoch=9)
+    assert (pair.get.imported_tokens, pair.get.recomputed_tokens) == (2, 1 + 3)
+
+
+# --- long answers ---
+
+
+GET = GetTag(HANDLE, "p", 1, first_token_id=42)
+
+
+def kept(pair: Pair, token_ids: Sequence[int], adapter: str = "") -> Relay:
+    """A decode shard that has kept these tokens' KV: 16 bytes of K and of V each, numbered."""
+    relay = pair.relay(pair.bridge("d3", RING_BYTES))
+    kv = [[memoryview(bytearray(range(16 * len(token_ids))))] for _ in range(2)]
+    relay.keep(replace(GET, adapter=adapter), token_ids, lambda: kv)
+    return relay
+
+
+@pytest.mark.parametrize(
+    ("longer", "cached"),
+    [([5, 6, 7, 8, 9, 10], 5), ([5, 6, 7, 8, 9], 4), ([5, 6, 70, 8, 9, 10], 2), ([5, 6], 1), ([5, 60], 1)],
+)
+def test_a_long_answer_resumes_with_the_tokens_it_has_in_common(
+    pair: Pair, longer: list[int], cached: int
+) -> None:
+    """One token at least is left to compute: the next one comes out of it."""
+    relay = kept(pair, [5, 6, 7, 8, 9])
+    box, asked = Box(cached), []
+
+    def inbox(tokens: int) -> Box:
+        asked.append(tokens)
+        return box
+
+    imported, result = relay.resume(GET, longer, inbox)
+    assert result == "resumed"
+    assert imported is not None
+    assert (imported.first, imported.cached_tokens, asked) == (None, cached, [cached])
+    assert bytes(box.arrived[1]) == bytes(range(16 * cached))
+    imported.repair()
+    assert len(box.told) == 1, "committed; nothing was exported that the next token could be set to"
+    assert (relay.imported_tokens, relay.recomputed_tokens) == (cached, len(longer) - cached)
+    assert (relay.exports, relay.imports) == ({"kept": 1}, {"resumed": 1})
+    assert pair.said == [], "nobody waits for what a shard keeps for itself"
+
+
+def test_an_answer_that_was_not_kept_is_prefilled(pair: Pair) -> None:
+    relay = pair.relay(pair.bridge("d3", RING_BYTES))
+    assert relay.resume(GET, [5, 6, 7], lambda _: Box()) == (None, "missing")
+    assert relay.imports == {"missing": 1}
+
+
+def test_other_tokens_and_other_adapters_have_nothing_in_common(pair: Pair) -> None:
+    relay = kept(pair, [5, 6, 7])
+    assert relay.resume(GET, [50, 6, 7, 8], lambda _: Box()) == (None, "tokens_differ")
+    assert relay.resume(replace(GET, adapter="red"), [5, 6, 7, 8], lambda _: Box()) == (None, "tokens_differ")
+    red = kept(Pair(), [5, 6, 7], "red")
+    assert red.resume(replace(GET, adapter="red"), [5, 6, 7, 8], Box)[1] == "resumed"
+
+
+def test_a_shard_without_a_ring_keeps_nothing(pair: Pair) -> None:
+    assert not pair.get.keeps
+    pair.get.keep(GET, [5, 6], lambda: [[memoryview(bytearray(32))]])
+    assert pair.get.exports == {"unsupported": 1}
+
+
+@pytest.mark.parametrize(("error", "reason"), ERRORS)
+def test_keeping_never_raises(pair: Pair, error: Exception, reason: str) -> None:
+    def gather() -> NoReturn:
+        raise error
+
+    relay = pair.relay(pair.bridge("d3", RING_BYTES))
+    relay.keep(GET, [5, 6], gather)
+    assert relay.exports == {reason: 1}
+    assert pair.said == []
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
+def test_the_common_prefix_is_the_longest(one: list[int], other: list[int]) -> None:
+    length = common_prefix(one, other)
+    assert one[:length] == other[:length]
+    assert length == min(len(one), len(other)) or one[length] != other[length]

@@ -76,7 +76,7 @@ def _graph(model: Any, rows: int, max_s: int) -> dict[str, Any]:
 
 
 def _watch(model: Any, max_s: int) -> None:
-    plain = model.model.forward
+    plain = getattr(model.model.forward, "plain", model.model.forward)  # Warmup may come again
 
     def forward(*args: Any, graph: bool = False, **kwargs: Any) -> Any:
         kind = "graph" if graph else "decode" if kwargs["cu_seqlen_prefill"] is None else "prefill"
@@ -84,6 +84,7 @@ def _watch(model: Any, max_s: int) -> None:
             log.write(f"{kind} {len(kwargs['seqlen'].input_lengths)}\n")
         return plain(*args, **kwargs)
 
+    forward.plain = plain  # type: ignore[attr-defined]
     model.model.forward = forward
     for rows in map(int, filter(None, os.environ.get("GRAPH_PROBE_SIZES", "").split(","))):
         model.cuda_graphs[rows] = _graph(model, rows, max_s)

@@ -1,7 +1,8 @@
-"""Two things that a test of TGI's server needs and its command line cannot say.
+"""Three things that a test of TGI's server needs and its command line cannot say.
 
 TGI sizes its KV cache from all free memory, which would starve the other servers of a test; and
 where it finds IPEX its default dtype is bfloat16, while only float32 promises equal tokens in mixed batches.
+And a test decides when a forward fails, by a file that says how.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +25,14 @@ FREE_MIB_VARIABLE = "IPEX_STAND_IN_FREE_MIB"
 """Memory that TGI may take for its KV cache, beside what its warmup batch needs."""
 DTYPE_VARIABLE = "IPEX_STAND_IN_DTYPE"
 """The dtype of a model for which the command line names none, such as `float32`."""
+FAIL_VARIABLE = "IPEX_STAND_IN_FAIL"
+"""A file; while it exists, every forward raises what it names: a key of FAILURES."""
 FREE_MIB = 256
+FAILURES: Mapping[str, Callable[[], Exception]] = {
+    "device": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "host": lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: error code 12"),
+    "other": lambda: RuntimeError("CUDA error: an illegal memory access was encountered"),
+}
 FLASH_MODULE = "text_generation_server.models.flash_causal_lm"
 
 
@@ -32,6 +41,8 @@ def adapt() -> None:
     cap_free_memory(int(os.environ.get(FREE_MIB_VARIABLE, FREE_MIB)) << 20)
     if dtype := os.environ.get(DTYPE_VARIABLE):
         sys.meta_path.insert(0, _AfterImport(FLASH_MODULE, _with_default_dtype(getattr(torch, dtype))))
+    if named := os.environ.get(FAIL_VARIABLE):
+        sys.meta_path.insert(0, _AfterImport(FLASH_MODULE, _failing(Path(named))))
 
 
 def cap_free_memory(limit_bytes: int) -> None:
@@ -57,6 +68,21 @@ def _with_default_dtype(dtype: torch.dtype) -> Callable[[ModuleType], None]:
             build(self, *args, **named)
 
         module.FlashCausalLM.__init__ = with_dtype
+
+    return change
+
+
+def _failing(told: Path) -> Callable[[ModuleType], None]:
+    def change(module: ModuleType) -> None:
+        forward = module.FlashCausalLM.forward
+
+        @functools.wraps(forward)
+        def perhaps(*args: Any, **named: Any) -> Any:
+            if told.exists():
+                raise FAILURES[told.read_text()]()
+            return forward(*args, **named)
+
+        module.FlashCausalLM.forward = perhaps
 
     return change
 
