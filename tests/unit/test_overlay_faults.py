@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.unit.overlay_stand_ins.causal import CausalShard
 from tests.unit.overlay_stand_ins.flash import FlashShard, exported
 from tests.unit.overlay_stand_ins.flash import decode as decode
 from tests.unit.overlay_stand_ins.flash import prefill as prefill
@@ -245,3 +246,14 @@ def test_a_cache_with_its_heads_elsewhere_is_refused(host: Host, heads_first: bo
     shard.model.new_cache()
     with pytest.raises(BridgeMiss, match="layout: a KV cache of shape"):
         shard.hooks.arm(shard.model)
+
+
+def test_nobody_waits_for_a_put_leg_whose_step_failed(host: Host) -> None:
+    """A letter to the sidecar, and a count; in both kinds of model."""
+    for shard in (FlashShard(host, "f"), CausalShard(host, "c")):
+        batch = shard.batch(ask(put_tag(1)), ask(get_tag(2), 2, slots=OTHER_SLOTS))
+        shard.model.fails = True
+        with pytest.raises(RuntimeError, match="no memory left"):
+            shard.step(batch)
+        assert shard.report.exports == {"error": 1}
+        assert shard.report.faults == 0

@@ -195,6 +195,9 @@ class CausalHooks(StepHooks[Step]):
         self._step = step = Step(batch, dict(rows))
         try:
             result = original(model, batch)
+        except Exception:
+            self._overlay.shielded(lambda: self._step_failed(rows), None)
+            raise
         finally:
             self._step = None
         for index, row in step.indexed():

@@ -139,6 +139,9 @@ class FlashHooks(StepHooks[Step]):
         self._step = step
         try:
             result = original(model, batch)
+        except Exception:
+            self._overlay.shielded(lambda: self._step_failed(rows_of(batch)), None)
+            raise
         finally:
             self._step = None
         if step is not None:

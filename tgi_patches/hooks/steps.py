@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from tgi_patches.contract import GetTag, MissReason
+from tgi_patches.contract import GetTag, MissReason, PutTag
 from tgi_patches.hooks import first_token
 from tgi_patches.hooks.overlay import Overlay
 from tgi_patches.hooks.rows import Row
@@ -49,6 +49,13 @@ class StepHooks(Generic[S]):
             return lists
         settle = partial(first_token.settle_top, self._step.indexed(), top_n, *lists)
         return self._overlay.shielded(settle, lists)
+
+    def _step_failed(self, rows: Mapping[int, Row]) -> None:
+        """TGI fails every request of the batch: nobody needs to wait for its put legs' records."""
+        for row in rows.values():
+            if isinstance(row.tag, PutTag):
+                self._overlay.relay.not_put(row.tag, MissReason.ERROR, "the step failed")
+        self._overlay.flush()
 
     def _refused(self, tag: GetTag, prompt_tokens: int) -> str:
         """The result of a get leg that asks for the log probabilities of its prompt."""
