@@ -89,9 +89,7 @@ async def main(new_tokens: int) -> int:
             async with started.models(LIMITS) as models:
                 answer = LongAnswer(models, tokenizer, prompt_of(tokenizer, STORY), new_tokens)
                 began_s = time.monotonic()
-                separated = await answer.separated()
-                split_s = time.monotonic() - began_s
-                colocated = await answer.colocated()
+                separated, colocated = await asyncio.gather(answer.separated(), answer.colocated())
             report = started.get.report
     found = {
         "identical": separated.tokens == colocated.tokens,
@@ -100,8 +98,7 @@ async def main(new_tokens: int) -> int:
         "imports": dict(report.imports),
         "imported_tokens": report.imported_tokens,
         "recomputed_tokens": report.recomputed_tokens,
-        "separated_s": round(split_s, 1),
-        "stock_s": round(time.monotonic() - began_s - split_s, 1),
+        "both_s": round(time.monotonic() - began_s, 1),
     }
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
     return 0 if found["identical"] else 1

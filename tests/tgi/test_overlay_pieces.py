@@ -6,6 +6,7 @@ far as a new prompt, with everything else as it was.  `python -m tests.tgi.long_
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ TEXT = "Write a long story about a lighthouse keeper and the sea.\n\nOnce upon a
 NEW_TOKENS = 1100
 
 
+@pytest.mark.timeout(1500)
 async def test_a_long_answer_goes_on_from_its_own_kv(servers: Servers, model: Path, tgi_python: Path) -> None:
     """SmolLM2 writes text that becomes the same tokens again, so that next to nothing is computed twice."""
     prompt = prompt_of(tokenizer_of(model), TEXT)
     with trio(servers, ServerPlan(model), tgi_python, arena_bytes=2 * ARENA_BYTES) as started:
         async with started.models(LIMITS) as models:
             answer = LongAnswer(models, tokenizer_of(model), prompt, NEW_TOKENS)
-            separated = await answer.separated()
-            assert separated.tokens == (await answer.colocated()).tokens
+            separated, colocated = await asyncio.gather(answer.separated(), answer.colocated())
+            assert separated.tokens == colocated.tokens
         report = started.get.report
         assert report.imports == {"hit": 1, "resumed": 1}
         assert report.exports["kept"] >= 1
@@ -49,7 +51,8 @@ async def test_text_that_becomes_other_tokens_costs_a_prefill_at_most(
     with trio(servers, ServerPlan(tiny), tgi_python, ranks=(1, 2), **spec) as started:
         async with started.models(LIMITS) as models:
             answer = LongAnswer(models, tokenizer_of(tiny), prompt, NEW_TOKENS)
-            assert (await answer.separated()).tokens == (await answer.colocated()).tokens
+            separated, colocated = await asyncio.gather(answer.separated(), answer.colocated())
+            assert separated.tokens == colocated.tokens
         one, other = started.get.reports
         assert one.imports == other.imports
         assert one.imports["hit"] == 1

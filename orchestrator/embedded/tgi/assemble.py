@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +26,7 @@ from tgi_patches.sidecar import Sidecar
 from .client import Connection
 from .model import ModelLimits, TgiModel
 from .overlay import Overlay
-from .process import TgiProcess, environment, private_folder, started
+from .process import TgiServer, environment, private_folder, started
 from .schema import read_schema
 from .status import Engine, Status
 
@@ -64,10 +64,12 @@ async def _assembled(spec: ShardSpec, stack: AsyncExitStack) -> ShardServer:
     process = await stack.enter_async_context(started(spec, env, folder))
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(spec.model))  # while the server starts
     await process.listening(START_DEADLINE_S)
-    opening = Connection.open(process.uds, schema, deadline_s=CONNECT_DEADLINE_S)
-    connection = await process.while_running(opening)
-    stack.push_async_callback(connection.close)
-    model, info = await _warmed_up(spec, process, connection)
+    connections = []
+    for rank in range(spec.tensor_parallel):
+        opening = Connection.open(process.uds, schema, deadline_s=CONNECT_DEADLINE_S, rank=rank)
+        connections.append(await process.while_running(opening))
+        stack.push_async_callback(connections[-1].close)
+    model, info = await _warmed_up(spec, process, connections)
     engine = Engine(spec, epoch, shape, model, info, kv_tokens(spec, info))
     return _server(stack, overlay, process, engine, tokenizer)
 
@@ -111,10 +113,11 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 async def _warmed_up(
-    spec: ShardSpec, process: TgiProcess, connection: Connection
+    spec: ShardSpec, process: TgiServer, connections: Sequence[Connection]
 ) -> tuple[TgiModel, ModelInfo]:
     limits = ModelLimits(spec.max_input_tokens, spec.max_total_tokens, spec.max_batch_prefill_tokens)
-    model = TgiModel(connection, limits)
+    lead, *others = connections
+    model = TgiModel(lead, limits, others)
     info = await process.while_running(model.info())
     if info.dtype != spec.dtype:
         raise ConfigError(
@@ -155,7 +158,7 @@ def allocator(info: ModelInfo, tokens: int) -> Allocator:
 
 
 def _server(
-    stack: AsyncExitStack, overlay: Overlay, process: TgiProcess, engine: Engine, tokenizer: Any
+    stack: AsyncExitStack, overlay: Overlay, process: TgiServer, engine: Engine, tokenizer: Any
 ) -> ShardServer:
     """HTTP surface, loop and sidecar around the engine."""
     spec, info = engine.spec, engine.info

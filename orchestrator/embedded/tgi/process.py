@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,11 +44,12 @@ _DTYPE_FLAGS = {"bfloat16": "bfloat16", "float16": "float16", "float32": ""}
 
 
 class TgiProcess:
-    """A running server; rank 0 listens at `uds` with `-0` appended."""
+    """One rank of a running server; it listens at `uds` with `-<rank>` appended."""
 
-    def __init__(self, process: asyncio.subprocess.Process, uds: Path, echo: Callable[[bytes], None]) -> None:
-        self.uds = uds
-        self._socket = Path(f"{uds}-0")
+    def __init__(
+        self, process: asyncio.subprocess.Process, uds: Path, echo: Callable[[bytes], None], rank: int = 0
+    ) -> None:
+        self._socket = Path(f"{uds}-{rank}")
         self.pid = process.pid
         self._process = process
         self._last: deque[str] = deque(maxlen=_LAST_LINES)
@@ -112,10 +114,47 @@ class TgiProcess:
         self._last.extend(_readable([rest]))
 
 
+class TgiServer:
+    """All ranks of a running server, which live and end together."""
+
+    def __init__(self, uds: Path, ranks: Sequence[TgiProcess]) -> None:
+        self.uds = uds
+        self.ranks = tuple(ranks)
+
+    async def listening(self, deadline_s: float) -> None:
+        """Returns once every rank listens; raises as TgiProcess does."""
+        waiting = [asyncio.create_task(rank.listening(deadline_s)) for rank in self.ranks]
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def while_running(self, work: Awaitable[T]) -> T:
+        """The result of `work`, or the last words of the rank that ended meanwhile."""
+        for rank in self.ranks:
+            work = rank.while_running(work)
+        return await work
+
+
 @asynccontextmanager
-async def started(spec: ShardSpec, env: Mapping[str, str], folder: Path) -> AsyncIterator[TgiProcess]:
-    """The server of `spec`, on a socket in `folder`; gone after the block."""
+async def started(spec: ShardSpec, env: dict[str, str], folder: Path) -> AsyncIterator[TgiServer]:
+    """The server of `spec`, on sockets in `folder`; gone after the block."""
     uds = folder / "tgi"
+    port = _free_port() if spec.tensor_parallel > 1 else 0
+    async with AsyncExitStack() as stack:
+        ranks = [
+            await stack.enter_async_context(_rank(spec, env | of_rank(spec, rank, port), uds, rank))
+            for rank in range(spec.tensor_parallel)
+        ]
+        yield TgiServer(uds, ranks)
+
+
+@asynccontextmanager
+async def _rank(spec: ShardSpec, env: Mapping[str, str], uds: Path, rank: int) -> AsyncIterator[TgiProcess]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-I",
@@ -129,8 +168,8 @@ async def started(spec: ShardSpec, env: Mapping[str, str], folder: Path) -> Asyn
         env=dict(env),
         process_group=0,  # what tells the shard to stop lets it finish its requests first
     )
-    running = TgiProcess(process, uds, _to_stderr)
-    log.info("tgi_started", shard=spec.shard, pid=running.pid)
+    running = TgiProcess(process, uds, _to_stderr, rank)
+    log.info("tgi_started", shard=spec.shard, rank=rank, pid=running.pid)
     try:
         yield running
     finally:
@@ -155,7 +194,26 @@ def command(spec: ShardSpec, uds: Path) -> list[str]:
         "--max-input-tokens",
         str(spec.max_input_tokens),
         *(("--dtype", dtype) if dtype else ()),
+        *(("--sharded",) if spec.tensor_parallel > 1 else ()),
     ]
+
+
+def of_rank(spec: ShardSpec, rank: int, port: int) -> dict[str, str]:
+    """What TGI's launcher tells each rank; they find each other at `port`.  Nothing for a rank alone."""
+    if spec.tensor_parallel == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(spec.tensor_parallel),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
 
 
 def environment(spec: ShardSpec, epoch: int, folder: Path, ours: Mapping[str, str]) -> dict[str, str]:
@@ -164,7 +222,8 @@ def environment(spec: ShardSpec, epoch: int, folder: Path, ours: Mapping[str, st
     Only the overlay is put on the interpreter's path: an installed copy of this project lies beside
     packages of other versions than TGI's.
     """
-    threads = len(spec.cpus) or len(os.sched_getaffinity(0))
+    cores = len(spec.cpus) or len(os.sched_getaffinity(0))
+    threads = max(1, cores // spec.tensor_parallel)
     overlay = folder / "path"
     overlay.mkdir()
     (overlay / tgi_patches.__name__).symlink_to(Path(tgi_patches.__path__[0]).resolve())

@@ -19,6 +19,7 @@ from orchestrator.embedded.tgi.process import (
     SOCKET_PATH_BYTES,
     command,
     environment,
+    of_rank,
     private_folder,
     started,
 )
@@ -58,6 +59,32 @@ def test_the_command_is_the_launcher_s_with_the_overlay_in_front() -> None:
         *("/tgi/python", "-m", "tgi_patches.entrypoint.text_generation_server", "serve", "/models/m"),
         *("--uds-path", "/u", "--max-input-tokens", "99", "--dtype", "bfloat16"),
     ]
+
+
+def test_several_ranks_are_told_what_the_launcher_would_tell_them() -> None:
+    asked = spec("/tgi/python", tensor_parallel=2)
+    assert command(asked, Path("/u"))[-1] == "--sharded"
+    assert of_rank(asked, 1, 4711) == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4711",
+    }
+    assert of_rank(spec("/tgi/python"), 0, 4711) == {}
+    assert "--sharded" not in command(spec("/tgi/python"), Path("/u"))
+
+
+async def test_ranks_live_and_end_together(tmp_path: Path, folder: Path) -> None:
+    """One still loads and the other ends: nobody waits for the first one."""
+    half = tmp_path / "python"
+    half.write_text("#!/bin/sh\n[ $RANK = 0 ] && exec sleep 600\necho 'no device for me'\nexit 3\n")
+    half.chmod(0o755)
+    with pytest.raises(ShardError, match="exit code 3.: no device for me"):
+        async with started(spec(str(half), tensor_parallel=2), dict(os.environ), folder) as server:
+            pids = [rank.pid for rank in server.ranks]
+            await server.listening(LIMIT_S)
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_float32_is_tgi_s_default_and_int8_is_not_known_there() -> None:
@@ -112,9 +139,9 @@ async def test_it_listens_and_is_gone_after_the_block(fake_python: str, folder: 
     env = environment(asked, 1, folder, os.environ)
     async with started(asked, env, folder) as process:
         await process.listening(LIMIT_S)
-        assert psutil.pid_exists(process.pid)
-        assert os.getpgid(process.pid) == process.pid  # a signal to our group is not for it
-    assert not psutil.pid_exists(process.pid)
+        assert psutil.pid_exists(process.ranks[0].pid)
+        assert os.getpgid(process.ranks[0].pid) == process.ranks[0].pid  # a signal to our group is not for it
+    assert not psutil.pid_exists(process.ranks[0].pid)
 
 
 async def test_one_that_does_not_end_when_asked_is_forced(tmp_path: Path, folder: Path) -> None:
@@ -123,7 +150,7 @@ async def test_one_that_does_not_end_when_asked_is_forced(tmp_path: Path, folder
     stubborn.chmod(0o755)
     async with started(spec(str(stubborn)), os.environ, folder) as process:
         await process.listening(LIMIT_S)
-        await process.stop(grace_s=0.2)
+        await process.ranks[0].stop(grace_s=0.2)
         with pytest.raises(ShardError, match=r"ended \(signal 9\)"):
             await process.while_running(asyncio.get_running_loop().create_future())
 
@@ -163,7 +190,7 @@ async def test_work_on_a_server_that_dies_fails_with_its_last_words(fake_python:
         await process.listening(LIMIT_S)
         never = asyncio.get_running_loop().create_future()
         work = asyncio.create_task(process.while_running(never))
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.ranks[0].pid, signal.SIGKILL)
         with pytest.raises(ShardError, match=r"ended \(signal 9\)"):
             await work
         assert never.cancelled()
