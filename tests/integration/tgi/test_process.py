@@ -79,9 +79,9 @@ async def test_ranks_live_and_end_together(tmp_path: Path, folder: Path) -> None
     half = tmp_path / "python"
     half.write_text("#!/bin/sh\n[ $RANK = 0 ] && exec sleep 600\necho 'no device for me'\nexit 3\n")
     half.chmod(0o755)
-    with pytest.raises(ShardError, match="exit code 3.: no device for me"):
-        async with started(spec(str(half), tensor_parallel=2), dict(os.environ), folder) as server:
-            pids = [rank.pid for rank in server.ranks]
+    async with started(spec(str(half), tensor_parallel=2), dict(os.environ), folder) as server:
+        pids = [rank.pid for rank in server.ranks]
+        with pytest.raises(ShardError, match=r"exit code 3.: no device for me"):
             await server.listening(LIMIT_S)
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
