@@ -240,5 +240,5 @@ def test_the_command_becomes_the_python_that_it_starts(tmp_path: Path) -> None:
     said, _ = child.communicate(timeout=LIMIT_S)
     assert said.splitlines() == [
         str(child.pid),
-        "-m|tgi_patches.entrypoint.text_generation_server|serve|a b|",
+        "-P|-m|tgi_patches.entrypoint.text_generation_server|serve|a b|",
     ]

@@ -1,7 +1,7 @@
-"""What stands beside a shard and answers for its records: `status` and `wait`.
+"""Two verbs of a sidecar, whatever engine it stands beside: `status` and `wait`.
 
-The shard's engine thread reports what it published or failed to; requests wait on the event loop
-of the HTTP server.  A waiter is woken, it never polls.
+The shard's engine reports what it published or failed to, from any thread; requests wait on the event
+loop of the HTTP server.  A waiter is woken, it never polls.
 """
 
 from __future__ import annotations
@@ -12,16 +12,24 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from typing import Protocol
 
-from tgi_patches.bridge import Bridge
+from tgi_patches.bridge import Record
 from tgi_patches.contract import PROTOCOL_VERSION, BridgeMiss, MissReason, StatusReply, WaitReply
 
 FAILURES_KEPT = 1024
 WAIT_LIMIT_S = 60.0
 
 
+class OwnRecords(Protocol):
+    """Where a shard's own records are looked up; every Bridge is one."""
+
+    def own_lookup(self, handle: str) -> Record:
+        """The record, once all of it can be read.  Raises BridgeMiss."""
+
+
 class Sidecar:
-    """One shard's.  `describe` makes its status; `bridge.own_lookup` is asked for records.
+    """One shard's.  `describe` makes its status; `records` are the shard's own.
 
     Failures are remembered for `keep_s` (the records' time to live), at most FAILURES_KEPT of them.
     """
@@ -29,12 +37,12 @@ class Sidecar:
     def __init__(
         self,
         describe: Callable[[], StatusReply],
-        bridge: Bridge,
+        records: OwnRecords,
         keep_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._describe = describe
-        self._bridge = bridge
+        self._records = records
         self._keep_s = keep_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -93,7 +101,7 @@ class Sidecar:
 
     def _answer(self, handle: str) -> WaitReply:
         try:
-            record = self._bridge.own_lookup(handle)
+            record = self._records.own_lookup(handle)
         except BridgeMiss as miss:
             reason = self._failure(handle) or miss.reason
             return WaitReply(PROTOCOL_VERSION, handle, found=False, reason=reason)
