@@ -10,7 +10,7 @@ from pathlib import Path
 from tgi_patches.contract import PROTOCOL_VERSION, Fingerprint, Limits, ShardSpec, StatusReply
 from tgi_patches.report import Report, read_report, report_path
 
-GOOD = frozenset({"ok", "hit"})
+GOOD = frozenset({"ok", "kept", "hit", "resumed"})
 UNSIZED_TOKENS = 16_000
 """Of KV: what TGI's router gives out for a model that cannot size its cache."""
 
