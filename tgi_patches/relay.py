@@ -11,10 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tgi_patches.bridge import Bridge, FirstToken, Planes, Record
+from tgi_patches.bridge import Bridge, FirstToken, Planes, Record, Reservation
 from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag
 from tgi_patches.heads import Share, shares
 from tgi_patches.kv import Inbox
+
+Reserve = Callable[[Sequence[int]], Reservation]
+"""From the bytes of every plane to a place for them; may raise BridgeMiss."""
+Done = Callable[[BridgeMiss | None], None]
+"""Told once, when a record is published or will not be."""
 
 
 class Warn(Protocol):
@@ -111,6 +116,38 @@ class Relay:
         else:
             self.exports["ok"] += 1
             self._published(tag.handle)
+
+    def put_later(
+        self,
+        tag: PutTag,
+        token_ids: Sequence[int],
+        first: Callable[[], tuple[FirstToken, bool]],
+        start: Callable[[Reserve, Done], None],
+    ) -> None:
+        """The same where the bytes arrive after this call: `start` fills what it reserves and says when.
+
+        `first`: the first token, and whether the request is complete with it.
+        """
+
+        def done(miss: BridgeMiss | None) -> None:
+            if miss is not None:
+                self.not_put(tag, miss.reason, str(miss))
+                return
+            self.exports["ok"] += 1
+            self._published(tag.handle)
+
+        try:
+            content = content_ids(token_ids, tag.adapter)
+            token, ended = first()
+
+            def reserve(plane_bytes: Sequence[int]) -> Reservation:
+                return self._bridge.reserve(tag.handle, content, token, ended, plane_bytes, checked=False)
+
+            start(reserve, done)
+        except BridgeMiss as miss:
+            self.not_put(tag, miss.reason, str(miss))
+        except Exception as error:  # noqa: BLE001 - the shard must answer whatever the bridge does
+            self.not_put(tag, MissReason.ERROR, repr(error))
 
     def not_put(self, tag: PutTag, reason: MissReason, detail: str) -> None:
         """Count an export that did not happen and tell whoever waits for it."""

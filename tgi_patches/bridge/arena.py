@@ -60,7 +60,7 @@ class _Reservation:
         return entry.record(self.handle, self.shard, self.rank, known)
 
     def abandon(self) -> None:
-        self.reserved.data.release()
+        self.reserved.abandon()
 
 
 class ArenaBridge:
@@ -109,6 +109,11 @@ class ArenaBridge:
         ttl_ns = round(record_ttl_s * 1e9)
         self._writer = ArenaWriter(path, layout, epoch, self._digest, ttl_ns, clock)
         self._own = ArenaReader(self._writer.mapping, shard, self._digest, clock, rank)
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The own arena as it is mapped: what a device may register, to write records itself."""
+        return None if self._writer is None else self._writer.mapping.data
 
     @property
     def record_limit_bytes(self) -> int:
@@ -173,10 +178,15 @@ class ArenaBridge:
 
     def read_into(self, record: Record, planes: Planes, tokens: int) -> None:
         """See Bridge.read_into."""
-        reader = self._known(record.shard, record.rank)
-        if reader is None:
-            raise BridgeMiss(MissReason.MISSING, f"no arena of {record.shard}")
-        reader.read_into(record, planes, tokens)
+        self._known_reader(record).read_into(record, planes, tokens)
+
+    def data_of(self, record: Record) -> memoryview:
+        """A looked-up record's bytes where they lie, all planes; believe nothing of it before `check`."""
+        return self._known_reader(record).data_of(record)
+
+    def check(self, record: Record) -> None:
+        """What was read of `data_of` up to now was the record.  Raises BridgeMiss: EPOCH, OVERWRITTEN."""
+        self._known_reader(record).check(record)
 
     def close(self) -> None:
         """See Bridge.close."""
@@ -188,11 +198,13 @@ class ArenaBridge:
             self._writer.close()
             self._writer = None
 
-    def _known(self, shard: str, rank: int) -> ArenaReader | None:
-        if (shard, rank) == (self._shard, self._rank) and self._own is not None:
+    def _known_reader(self, record: Record) -> ArenaReader:
+        if (record.shard, record.rank) == (self._shard, self._rank) and self._own is not None:
             return self._own
-        peer = self._peers.get((shard, rank))
-        return None if peer is None else peer.reader
+        peer = self._peers.get((record.shard, record.rank))
+        if peer is None:
+            raise BridgeMiss(MissReason.MISSING, f"no arena of {record.shard}")
+        return peer.reader
 
     def _reader(self, shard: str, rank: int) -> ArenaReader:
         """A reader of the file that stands at the shard's path now."""

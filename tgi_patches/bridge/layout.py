@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -143,9 +144,16 @@ class Body:
 
 def measure(planes: Planes, tokens: int) -> tuple[Body, tuple[int, ...]]:
     """The layout of a record of these planes, and their rows; LAYOUT unless they hold whole tokens."""
-    plane_bytes = sizes(planes)
+    return measure_sizes(sizes(planes), tokens)
+
+
+def measure_sizes(
+    plane_bytes: Sequence[int], tokens: int, *, checked: bool = True
+) -> tuple[Body, tuple[int, ...]]:
+    """The same of planes of these sizes, perhaps without checksums."""
     rows = bytes_per_token(plane_bytes, tokens)
-    return Body(tokens, len(rows), block_count(plane_bytes), sum(plane_bytes)), rows
+    blocks = block_count(plane_bytes) if checked else 0
+    return Body(tokens, len(rows), blocks, sum(plane_bytes)), rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tgi_patches.bridge import ArenaError, FirstToken, Place, Planes, Record
+from tgi_patches.bridge import ArenaError, FirstToken, Place, Planes, Record, Reservation
 from tgi_patches.bridge.blocks import copy_in, copy_out, sizes
-from tgi_patches.bridge.layout import INDEX_SLOTS, PAGE_BYTES, RECORD_SHARE, check_fits, key_of, measure
+from tgi_patches.bridge.layout import (
+    INDEX_SLOTS,
+    PAGE_BYTES,
+    RECORD_SHARE,
+    Described,
+    check_fits,
+    key_of,
+    measure,
+    measure_sizes,
+)
 from tgi_patches.bridge.pinned import PinnedRegion
 from tgi_patches.bridge.ring import Ring, align
 from tgi_patches.contract import BridgeMiss, Fingerprint, MissReason
@@ -36,9 +45,42 @@ class _Arena:
     ring: Ring
     pinned: PinnedRegion
     open: bool = True
+    tail: int = 0
+    """Lowest virtual offset of the ring that is still valid."""
     sequence: int = 0
     slots: dict[int, _Published] = field(default_factory=dict)
     """By index slot, as in the file: the ring's, then the pinned ones."""
+
+
+@dataclass(slots=True)
+class _Reserved:
+    """A Reservation; bytes of its own, so that a late write harms nobody."""
+
+    arena: _Arena
+    place: Place
+    blocks: int
+    made: Callable[[tuple[int, ...], bytearray], Record]
+    """Publishes the record with these checksums and this data."""
+    filled: bytearray
+    data: memoryview
+    open: bool = True
+
+    @property
+    def valid(self) -> bool:
+        return self.open and self.arena.open and self.arena.tail <= self.place.position
+
+    def publish(self, checksums: Sequence[int] = ()) -> Record:
+        if not self.valid:
+            raise BridgeMiss(MissReason.OVERWRITTEN, "the place is not this record's any more")
+        if len(checksums) != self.blocks:
+            raise BridgeMiss(MissReason.LAYOUT, f"{len(checksums)} checksums for {self.blocks} blocks")
+        record = self.made(tuple(checksums), self.filled)
+        self.abandon()
+        return record
+
+    def abandon(self) -> None:
+        self.open = False
+        self.data.release()
 
 
 @dataclass(slots=True)
@@ -68,6 +110,7 @@ class MemoryBridge:
         self._shard = shard
         self._epoch = epoch
         self._digest = fingerprint.digest()
+        self._ranks = fingerprint.tensor_parallel
         self._ttl_ns = round(record_ttl_s * 1e9)
         self._clock = clock
         self._own: _Arena | None = None
@@ -119,19 +162,62 @@ class MemoryBridge:
             if pinned:
                 _unpin(arena, place.slot)
             raise
+        known = Described(tuple(token_ids), rows, checksums)
+        return self._publish(arena, handle, place, known, first, ended, data, self._ranks)
+
+    def reserve(
+        self,
+        handle: str,
+        token_ids: Sequence[int],
+        first: FirstToken,
+        ended: bool,
+        plane_bytes: Sequence[int],
+        *,
+        ranks: int | None = None,
+        checked: bool = True,
+    ) -> Reservation:
+        """See Bridge.reserve."""
+        arena = self._own
+        if arena is None:
+            raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
+        key_of(handle)
+        body, rows = measure_sizes(plane_bytes, len(token_ids), checked=checked)
+        check_fits(body, first, self.ring_bytes, pinned=False)
+        place = _make_room(arena, body.record_bytes)
+
+        def made(checksums: tuple[int, ...], data: bytearray) -> Record:
+            _take_off(arena, handle)
+            known = Described(tuple(token_ids), rows, checksums)
+            return self._publish(arena, handle, place, known, first, ended, data, ranks or self._ranks)
+
+        filled = bytearray(body.kv_bytes)
+        return _Reserved(arena, place, body.blocks, made, filled, memoryview(filled))
+
+    def _publish(
+        self,
+        arena: _Arena,
+        handle: str,
+        place: Place,
+        known: Described,
+        first: FirstToken,
+        ended: bool,
+        data: bytearray,
+        ranks: int,
+    ) -> Record:
         arena.sequence += 1
         record = Record(
             handle=handle,
             shard=self._shard,
             epoch=self._epoch,
             sequence=arena.sequence,
-            token_ids=tuple(token_ids),
+            token_ids=known.token_ids,
             first=first,
             ended=ended,
-            kv_bytes=body.kv_bytes,
+            kv_bytes=len(data),
             place=place,
-            rows=rows,
-            checksums=checksums,
+            rows=known.rows,
+            checksums=known.checksums,
+            ranks=ranks,
         )
         arena.slots[place.slot] = _Published(record, data, self._clock() + self._ttl_ns)
         return record
@@ -173,7 +259,7 @@ class MemoryBridge:
             raise BridgeMiss(MissReason.LAYOUT, f"not the record's {len(record.rows)} planes")
         checksums = copy_out(data, planes, [row * prompt_tokens for row in record.rows])
         self._current(record)
-        if checksums != record.checksums:
+        if record.checksums and checksums != record.checksums:
             raise BridgeMiss(MissReason.CHECKSUM, "data")
 
     def close(self) -> None:
@@ -210,6 +296,7 @@ class MemoryBridge:
 def _make_room(arena: _Arena, record_bytes: int) -> Place:
     """A place in the ring, with what it overwrites taken off the index."""
     placement = arena.ring.place(record_bytes)
+    arena.tail = placement.tail
     for old in placement.evicted:
         if old.slot in arena.slots:  # its export may have broken off
             arena.slots[old.slot].live = False

@@ -55,17 +55,24 @@ class ArenaReader:
         prompt_tokens = len(record.token_ids)
         if not 0 <= tokens <= prompt_tokens:
             raise BridgeMiss(MissReason.LAYOUT, f"{tokens} of {prompt_tokens} tokens")
-        self._check_current(record.epoch, record.place, record.sequence)
+        self.check(record)
         if not tokens:
             return
         if sizes(planes) != [row * tokens for row in record.rows]:
             raise BridgeMiss(MissReason.LAYOUT, f"not the record's {len(record.rows)} planes")
-        body = Body(prompt_tokens, len(record.rows), len(record.checksums), record.kv_bytes)
-        data = self._mapping.record(record.place, body.record_bytes)[body.data_offset :]
-        checksums = copy_out(data, planes, [row * prompt_tokens for row in record.rows])
-        self._check_current(record.epoch, record.place, record.sequence)
+        checksums = copy_out(self.data_of(record), planes, [row * prompt_tokens for row in record.rows])
+        self.check(record)
         if record.checksums and checksums != record.checksums:
             raise BridgeMiss(MissReason.CHECKSUM, "data")
+
+    def data_of(self, record: Record) -> memoryview:
+        """Where the record's data lies; see ArenaBridge.data_of."""
+        body = Body(len(record.token_ids), len(record.rows), len(record.checksums), record.kv_bytes)
+        return self._mapping.record(record.place, body.record_bytes)[body.data_offset :]
+
+    def check(self, record: Record) -> None:
+        """Raise BridgeMiss unless the record is still whole: call it after its bytes were used."""
+        self._check_current(record.epoch, record.place, record.sequence)
 
     def _find(self, key: bytes, epoch: int) -> Entry:
         """The live slot with `key`; a slot that lost its record keeps the key under sequence 0."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tgi_patches.bridge import ArenaError, FirstToken, Place, Planes
-from tgi_patches.bridge.blocks import block_count, bytes_per_token, checksum, copy_in
+from tgi_patches.bridge.blocks import checksum, copy_in
 from tgi_patches.bridge.files import Mapping, make_directories, open_for_writing, unlock
 from tgi_patches.bridge.layout import (
     HEADER_BYTES,
@@ -27,6 +27,7 @@ from tgi_patches.bridge.layout import (
     Word,
     check_fits,
     measure,
+    measure_sizes,
     pack_entry,
 )
 from tgi_patches.bridge.pinned import PinnedRegion
@@ -37,31 +38,38 @@ from tgi_patches.contract import BridgeMiss, MissReason
 class Reserved:
     """A place in the ring until it is published or given up."""
 
-    __slots__ = ("_finish", "_mapping", "_place", "data")
+    __slots__ = ("_finish", "_open", "_place", "_writer", "data")
 
     def __init__(
         self,
-        mapping: Mapping,
+        writer: ArenaWriter,
         place: Place,
         body: Body,
         finish: Callable[[tuple[int, ...]], tuple[Entry, Described]],
     ) -> None:
-        self._mapping = mapping
+        self._writer = writer
         self._place = place
         self._finish = finish
-        self.data = mapping.record(place, body.record_bytes)[body.data_offset :]
+        self._open = True
+        self.data = writer.mapping.record(place, body.record_bytes)[body.data_offset :]
 
     @property
     def valid(self) -> bool:
         """See Reservation.valid."""
-        return self._mapping.words[Word.TAIL] <= self._place.position
+        return self._open and self._writer.covers(self._place)
 
     def finish(self, checksums: Sequence[int]) -> tuple[Entry, Described]:
         """Publish, once; see Reservation.publish."""
         if not self.valid:
-            raise BridgeMiss(MissReason.OVERWRITTEN, "the ring went past it while it was being written")
+            raise BridgeMiss(MissReason.OVERWRITTEN, "the place is not this record's any more")
+        finished = self._finish(tuple(checksums))
+        self.abandon()
+        return finished
+
+    def abandon(self) -> None:
+        """See Reservation.abandon."""
+        self._open = False
         self.data.release()
-        return self._finish(tuple(checksums))
 
 
 class ArenaWriter:
@@ -80,6 +88,7 @@ class ArenaWriter:
         self._epoch = epoch
         self._ttl_ns = ttl_ns
         self._clock = clock
+        self._open = True
         self._sequence = 0
         self._slots: dict[bytes, int] = {}
         """Where each handle's record is, of those that are on the index."""
@@ -103,7 +112,8 @@ class ArenaWriter:
         body, rows = measure(planes, len(token_ids))
         layout = self.mapping.layout
         check_fits(body, first, layout.pinned_bytes if pinned else layout.ring_bytes, pinned=pinned)
-        place = self._pin(key, body) if pinned else self._make_room(key, body)
+        place = self._pin(body) if pinned else self._make_room(body)
+        self._supersede(key)
         try:
             data = self.mapping.record(place, body.record_bytes)[body.data_offset :]
             known = Described(tuple(token_ids), rows, copy_in(data, planes))
@@ -127,11 +137,9 @@ class ArenaWriter:
         checked: bool,
     ) -> Reserved:
         """Room in the ring for a record that somebody else writes; see Bridge.reserve."""
-        rows = bytes_per_token(plane_bytes, len(token_ids))
-        blocks = block_count(plane_bytes) if checked else 0
-        body = Body(len(token_ids), len(rows), blocks, sum(plane_bytes))
+        body, rows = measure_sizes(plane_bytes, len(token_ids), checked=checked)
         check_fits(body, first, self.mapping.layout.ring_bytes, pinned=False)
-        place = self._make_room(key, body)
+        place = self._make_room(body)
 
         def finish(checksums: tuple[int, ...]) -> tuple[Entry, Described]:
             if len(checksums) != body.blocks:
@@ -142,7 +150,11 @@ class ArenaWriter:
             self._publish(entry)
             return entry, known
 
-        return Reserved(self.mapping, place, body, finish)
+        return Reserved(self, place, body, finish)
+
+    def covers(self, place: Place) -> bool:
+        """True until the ring has gone past `place`; False once closed."""
+        return self._open and self.mapping.words[Word.TAIL] <= place.position
 
     def _described(
         self,
@@ -187,6 +199,7 @@ class ArenaWriter:
 
     def close(self) -> None:
         """Unmap and unlock; what was published stays."""
+        self._open = False
         self.mapping.close()
         unlock(self._fd)
 
@@ -210,24 +223,22 @@ class ArenaWriter:
         words[Word.EPOCH] = self._epoch
         return Ring(layout.ring_bytes, layout.index_slots, head=start)
 
-    def _make_room(self, key: bytes, body: Body) -> Place:
+    def _make_room(self, body: Body) -> Place:
         """A place in the ring, with everything that was there taken off the index."""
         placement = self._ring.place(body.record_bytes)
         words = self.mapping.words
         words[Word.TAIL] = placement.tail
         for old in placement.evicted:
             words[Word.OVERWRITTEN] += self._clear(old.slot)
-        self._supersede(key)
         words[Word.HEAD] = self._ring.head
         return Place(placement.extent.slot, placement.extent.position, pinned=False)
 
-    def _pin(self, key: bytes, body: Body) -> Place:
+    def _pin(self, body: Body) -> Place:
         """A place in the pinned region, beside that of a former record of the same handle."""
         found = self._pinned.take(body.record_bytes)
         if found is None:
             free = f"{self._pinned.free_bytes} of {self._pinned.region_bytes} bytes are free"
             raise BridgeMiss(MissReason.PINNED_FULL, f"{free}, {len(self._pinned.held)} records are held")
-        self._supersede(key)
         self.mapping.words[Word.PINNED_FREE_BYTES] = self._pinned.free_bytes
         slot, offset = found
         return Place(self.mapping.layout.index_slots + slot, offset, pinned=True)

@@ -19,6 +19,8 @@ from typing import Any
 
 from tgi_patches.bridge import Planes
 from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag
+from tgi_patches.device.path import DevicePath
+from tgi_patches.device.pool import DevicePool
 from tgi_patches.heads import Share
 from tgi_patches.hooks import first_token
 from tgi_patches.hooks.identity import KVShape, name_of
@@ -26,9 +28,10 @@ from tgi_patches.hooks.overlay import Overlay
 from tgi_patches.hooks.rows import Row, Rows, attach, carry, drop, rows_of
 from tgi_patches.hooks.steps import StepHooks
 from tgi_patches.hooks.wrap import wrap
-from tgi_patches.kv.staged import StagedInbox, StagedPool
+from tgi_patches.kv import Inbox
+from tgi_patches.kv.staged import StagedPool
 from tgi_patches.pieces import PIECE_TOKENS, Begun
-from tgi_patches.relay import Imported, Outgoing
+from tgi_patches.relay import Done, Imported, Outgoing, Reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,16 @@ class Step:
 class FlashHooks(StepHooks[Step]):
     """`heads_first`: see StagedPool; `request_logprobs`: TGI was told to compute prompt logprobs."""
 
-    def __init__(self, overlay: Overlay, *, heads_first: bool, request_logprobs: bool) -> None:
+    def __init__(
+        self,
+        overlay: Overlay,
+        *,
+        heads_first: bool,
+        request_logprobs: bool,
+        path: DevicePath | None = None,
+    ) -> None:
         super().__init__(overlay)
+        self._path = path
         self._heads_first = heads_first
         self._request_logprobs = request_logprobs
         self._model: Any = None
@@ -83,6 +94,8 @@ class FlashHooks(StepHooks[Step]):
     def forget(self) -> None:
         """Let go of the cache: a warmup measures what is free once its own is gone."""
         self._pool = self._pool_of = None
+        if self._path is not None:
+            self._overlay.shielded(self._path.forget, None)
 
     def arm(self, model: Any) -> KVShape:
         """Look at the cache that Warmup made.  Raises BridgeMiss LAYOUT for one of an unknown shape."""
@@ -133,6 +146,8 @@ class FlashHooks(StepHooks[Step]):
         return joined
 
     def generate_token(self, original: Callable[..., Any], model: Any, batch: Any) -> Any:
+        if self._path is not None:
+            self._overlay.shielded(self._path.poll, None)
         if not rows_of(batch):
             return original(model, batch)
         step = self._overlay.shielded(lambda: self._completing(batch), None)
@@ -189,10 +204,10 @@ class FlashHooks(StepHooks[Step]):
             return None, self._refused(tag, len(token_ids))
         slots = partial(_slots, request)
 
-        def inbox(share: Share) -> StagedInbox:
+        def inbox(share: Share) -> Inbox:
             return self._paged().inbox(slots(len(token_ids)), request.cache_len, share)
 
-        def prefix(tokens: int) -> StagedInbox:
+        def prefix(tokens: int) -> Inbox:
             return self._paged().inbox(slots(tokens), min(request.cache_len, tokens))
 
         if continues:
@@ -223,13 +238,23 @@ class FlashHooks(StepHooks[Step]):
 
     def _export(self, batch: Any, index: int, tag: PutTag, row: Row) -> None:
         prompt_tokens = batch.prompt_lengths[index]
+        token_ids = batch.all_input_ids[index][:prompt_tokens]
+        if (path := self._path) is not None:
+
+            def start(reserve: Reserve, done: Done) -> None:
+                path.export(
+                    self._on_device(path), _slots(batch.requests[index], prompt_tokens), reserve, done
+                )
+
+            self._overlay.relay.put_later(tag, token_ids, lambda: (row.first(), row.ended), start)
+            return
 
         def outgoing() -> Outgoing:
             first = row.first()
             planes = self._paged().outbox(_slots(batch.requests[index], prompt_tokens))
             return Outgoing(planes, first, row.ended)
 
-        self._overlay.relay.put(tag, batch.all_input_ids[index][:prompt_tokens], outgoing)
+        self._overlay.relay.put(tag, token_ids, outgoing)
 
     def _keep_pieces(self, batch: Any) -> None:
         """Export what has reached the limit of a piece, before the router frees its blocks."""
@@ -252,13 +277,19 @@ class FlashHooks(StepHooks[Step]):
         request = batch.requests[index]
         return token_ids, lambda: self._paged().outbox(_slots(request, len(token_ids)))
 
-    def _paged(self) -> StagedPool:
+    def _paged(self) -> StagedPool | DevicePool:
         """TGI makes its cache anew in Warmup: never trust an older one."""
+        if self._path is not None:
+            return self._on_device(self._path)
         cache = self._model.kv_cache
         if self._pool is None or self._pool_of is not cache:
             self._pool = StagedPool([layer.kv_cache for layer in cache], heads_first=self._heads_first)
             self._pool_of = cache
         return self._pool
+
+    def _on_device(self, path: DevicePath) -> DevicePool:
+        cache = self._model.kv_cache
+        return path.pool(cache, lambda: [layer.kv_cache for layer in cache])
 
 
 def _shorten(request: Any, prompt_tokens: int, cached_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -16,7 +17,8 @@ from tgi_patches.contract import (
     ShardSpec,
     new_epoch,
 )
-from tgi_patches.hooks import guard, log, support
+from tgi_patches.device.path import DevicePath
+from tgi_patches.hooks import graph_joins, guard, log, support
 from tgi_patches.hooks.causal import CausalHooks
 from tgi_patches.hooks.flash import FlashHooks
 from tgi_patches.hooks.identity import KVShape, fingerprint_of
@@ -104,6 +106,7 @@ class _Laid:
         self._unknown = unknown
         self._overlay: Overlay | None = None
         self._hooks: Hooks | None = None
+        self._path: DevicePath | None = None
 
     def unhooked(self, model_class: str) -> None:
         Overlay(self._place, model_class).refuse(guard.sentence(self._unknown))
@@ -172,7 +175,9 @@ class _Laid:
         if note is not None:
             overlay.refuse(note)
             return
-        self._hooks = _causal(overlay) if causal else _flash(overlay, served)
+        if not causal:
+            self._path = DevicePath.of(model.device, os.environ, log.warn)
+        self._hooks = _causal(overlay) if causal else _flash(overlay, served, self._path)
         self._overlay = overlay
         overlay.say()
 
@@ -185,6 +190,8 @@ class _Laid:
             model, self._place.spec, shape, attention=settings.ATTENTION, block_size=settings.BLOCK_SIZE
         )
         self._overlay.arm(fingerprint, shape)
+        if self._path is not None and self._overlay.armed:
+            self._path.armed(*self._overlay.ring)
 
 
 def _prefill_failed(overlay: Overlay, request: Any) -> None:
@@ -207,7 +214,7 @@ def _served(model: Any) -> support.Served:
     )
 
 
-def _flash(overlay: Overlay, served: support.Served) -> FlashHooks:
+def _flash(overlay: Overlay, served: support.Served, path: DevicePath | None) -> FlashHooks:
     module = importlib.import_module(f"{_MODELS}.flash_causal_lm")
     tokens = importlib.import_module("text_generation_server.utils.tokens")
     settings = importlib.import_module(f"{_MODELS}.globals")
@@ -215,8 +222,11 @@ def _flash(overlay: Overlay, served: support.Served) -> FlashHooks:
         overlay,
         heads_first=support.heads_first(served.attention, served.device),
         request_logprobs=settings.REQUEST_LOGPROBS,
+        path=path,
     )
     hooks.install(module, tokens)
+    if graph_joins.wanted(os.environ):
+        graph_joins.install(module, overlay)
     return hooks
 
 

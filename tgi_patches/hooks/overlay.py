@@ -54,6 +54,7 @@ class Overlay:
     def __init__(self, place: Place, model_class: str) -> None:
         self._place = place
         self._relay: Relay | None = None
+        self._arena: ArenaBridge | None = None
         spec, rank = place.spec, place.rank
         directory = Path(spec.arena_dir)
         self._mailbox = Mailbox(mailbox_path(directory, spec.deployment, spec.shard, rank))
@@ -85,6 +86,11 @@ class Overlay:
         return self._relay is not None
 
     @property
+    def ring(self) -> tuple[memoryview | None, int]:
+        """The own arena's memory and the bytes of its ring, once armed."""
+        return (None, 0) if self._arena is None else (self._arena.memory, self._arena.ring_bytes)
+
+    @property
     def spec(self) -> ShardSpec:
         return self._place.spec
 
@@ -114,6 +120,7 @@ class Overlay:
         except ArenaError as error:
             self.refuse(str(error))
             return
+        self._arena = bridge
         self._relay = Relay(
             bridge,
             published=self._mailbox.published,

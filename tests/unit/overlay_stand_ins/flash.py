@@ -20,6 +20,7 @@ from tests.unit.overlay_stand_ins.messages import (
     FINGERPRINT,
     HEADS,
     LAYERS,
+    RING_BYTES,
     ROUNDING,
     Generation,
     PbBatch,
@@ -31,6 +32,7 @@ from tests.unit.overlay_stand_ins.messages import (
     top_lists,
 )
 from tests.unit.overlay_stand_ins.tokens import tokens_module
+from tgi_patches.device.path import DevicePath
 from tgi_patches.hooks.flash import FlashHooks
 from tgi_patches.report import Report
 
@@ -195,19 +197,25 @@ class FlashShard:
         armed: bool = True,
         heads_first: bool = False,
         request_logprobs: bool = False,
+        path: DevicePath | None = None,
     ) -> None:
         self._host = host
+        self.path = path
         self.tokens = tokens_module()
         self.module = flash_module(self.tokens)
         self.model = self.module.FlashCausalLM(bias, heads_first=heads_first)
         self.overlay = host.overlay(name, "FlashCausalLM")
-        self.hooks = FlashHooks(self.overlay, heads_first=heads_first, request_logprobs=request_logprobs)
+        self.hooks = FlashHooks(
+            self.overlay, heads_first=heads_first, request_logprobs=request_logprobs, path=path
+        )
         self.hooks.install(self.module, self.tokens)
         if armed:
             self.arm()
 
     def arm(self) -> None:
         self.overlay.arm(FINGERPRINT, self.hooks.arm(self.model))
+        if self.path is not None:
+            self.path.armed(None, RING_BYTES)
 
     def batch(self, *requests: Request) -> Any:
         pb = PbBatch(list(requests), len(requests))
