@@ -6,11 +6,12 @@ The overlay is only as good as its last run on a real server, which few machines
 
 from __future__ import annotations
 
+import ast
 import datetime
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tgi_patches.hooks.guard import TGI_COMMIT, TGI_VERSION
 
 FILE = Path(__file__).with_name("last_run.json")
 OVERLAY = ROOT / "tgi_patches"
+ROOTS = ("tgi_patches.entrypoint.text_generation_server", "tgi_patches.hooks.install")
+"""What runs in TGI's server process."""
 _ASK = """
 import json, platform, torch, transformers
 print(json.dumps({
@@ -29,14 +32,44 @@ print(json.dumps({
 
 
 def overlay_hash(folder: Path = OVERLAY) -> str:
-    """SHA-256 over names and contents of all files below `folder`, but for what Python compiled."""
+    """SHA-256 over names and contents of all that a server with the overlay imports from `folder`.
+
+    The sidecar, pulls and the container's entrypoint run in other processes and have tests of their own.
+    """
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
-            digest.update(content)
+    for path in sorted(imported(folder, ROOTS)):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
     return digest.hexdigest()
+
+
+def imported(folder: Path, roots: Iterable[str]) -> set[Path]:
+    """The files of these modules of the package `folder`, and of every one that they import from it."""
+    found: set[Path] = set()
+    left = list(roots)
+    while left:
+        for path in _files_of(folder, left.pop()) - found:
+            found.add(path)
+            left.extend(_named_in(path, folder.name))
+    return found
+
+
+def _files_of(folder: Path, module: str) -> set[Path]:
+    """A module's own file and those of the packages around it; nothing for a name inside a module."""
+    parts = module.split(".")[1:]
+    around = [folder.joinpath(*parts[:count], "__init__.py") for count in range(len(parts) + 1)]
+    own = folder.joinpath(*parts).with_suffix(".py") if parts else around[0]
+    return {path for path in (*around, own) if path.is_file()}
+
+
+def _named_in(path: Path, package: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] == package)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package:
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
 def modules() -> set[str]:

@@ -17,19 +17,47 @@ def test_the_overlay_has_not_changed_since_it_was_proved_on_a_real_server() -> N
     assert proved["counts"]["passed"] > 0
 
 
-def test_its_hash_knows_names_and_contents_and_nothing_that_python_compiled(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("one")
-    (tmp_path / "hooks").mkdir()
-    (tmp_path / "hooks" / "b").write_text("two")
-    before = last_run.overlay_hash(tmp_path)
-    (tmp_path / "__pycache__").mkdir()
-    (tmp_path / "__pycache__" / "a.pyc").write_bytes(b"compiled")
-    assert last_run.overlay_hash(tmp_path) == before
-    (tmp_path / "a.py").write_text("One")
-    changed = last_run.overlay_hash(tmp_path)
-    assert changed != before
-    (tmp_path / "hooks" / "b").rename(tmp_path / "hooks" / "c")
-    assert last_run.overlay_hash(tmp_path) not in (before, changed)
+def test_its_hash_covers_what_a_server_imports_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "tgi_patches"
+    files = {
+        "__init__.py": "",
+        "entrypoint/__init__.py": "",
+        "entrypoint/text_generation_server.py": "def main():\n    from tgi_patches.late import one\n",
+        "hooks/__init__.py": "import json",
+        "hooks/install.py": "from tgi_patches.hooks import log\nimport tgi_patches.kv.staged",
+        "hooks/log.py": "import os",
+        "kv/__init__.py": "two = 2",
+        "kv/staged.py": "",
+        "late.py": "one = 1",
+        "sidecar/__init__.py": "import asyncio",
+        "Dockerfile": "FROM scratch",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    before = last_run.overlay_hash(folder)
+    covered = set(files) - {"sidecar/__init__.py", "Dockerfile"}
+    for name, text in files.items():
+        (folder / name).write_text(f"{text}\n")
+        assert (last_run.overlay_hash(folder) != before) == (name in covered), name
+        (folder / name).write_text(text)
+    assert last_run.overlay_hash(folder) == before
+
+
+def test_what_runs_in_tgis_process_is_found_and_what_runs_beside_it_is_not() -> None:
+    found = {
+        path.relative_to(last_run.OVERLAY).as_posix()
+        for path in last_run.imported(last_run.OVERLAY, last_run.ROOTS)
+    }
+    assert {
+        "contract.py",
+        "relay.py",
+        "ballot.py",
+        "hooks/flash.py",
+        "kv/staged.py",
+        "bridge/arena.py",
+    } <= found
+    assert not any(name.startswith(("sidecar/", "pull/")) for name in found)
 
 
 def test_only_a_run_of_every_file_counts() -> None:
