@@ -321,6 +321,8 @@ class ShardSpec(Message):
         checked_part(self.shard, "shard name")
         if self.shard.endswith(PULLED_SUFFIX):
             raise ContractError(f"A shard's name must not end in {PULLED_SUFFIX!r}.")
+        if self.pulled_bytes:
+            checked_part(self.shard + PULLED_SUFFIX, "name of a shard that pulls, with its suffix,")
         if self.tensor_parallel < 1:
             raise ContractError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}.")
         if not 0 < self.max_input_tokens < self.max_total_tokens:

@@ -26,6 +26,8 @@ def loaded_by(module: str) -> set[str]:
         "tgi_patches.contract",
         "tgi_patches.bridge",
         "tgi_patches.sidecar",
+        "tgi_patches.pull.puller",
+        "tgi_patches.pull.server",
         "orchestrator.api.app",
         "orchestrator.cli",
         "orchestrator.commands.up",
