@@ -212,7 +212,7 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     """Worked out with another program: sha256 over the content as sorted JSON."""
     text = (
         '{"adapters": "", "dtype": "float32", "head_dim": 64, "kv_dtype": "float32", "kv_heads": 3, '
-        '"layers": 30, "model": "smol", "overlay": "2", "quantization": "", "revision": "r1", '
+        '"layers": 30, "model": "smol", "overlay": "3", "quantization": "", "revision": "r1", '
         '"rope": "", "tokenizer": "tok"}'
     )
     line = subprocess.run(["sha256sum"], input=text, capture_output=True, text=True, check=True, timeout=10)
