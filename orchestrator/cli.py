@@ -138,6 +138,35 @@ def serve(
 
 
 @app.command()
+def shard(
+    role: Annotated[str, typer.Option(help="prefill, decode or mixed.")],
+    listen: Annotated[str, typer.Option(help="Address for the gateway, such as 10.0.0.1:3001.")],
+    pull_listen: Annotated[
+        str | None, typer.Option(help="Address at which other hosts fetch records, such as 10.0.0.1:3101.")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="File with the deployment's key.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name; the default is ROLE-0.")] = None,
+    cpus: Annotated[str | None, typer.Option(help="CPU cores, such as 0,1; the default is one.")] = None,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    deployment: Deployment = None,
+) -> None:
+    """Run one shard for a deployment on another host, until SIGTERM or Ctrl-C."""
+    from orchestrator.commands.common import settings_of
+    from orchestrator.commands.shard import run_shard, wanted_shard
+
+    flags = {
+        "model.id": model,
+        "model.dtype": dtype,
+        "deployment": deployment,
+        "arena.pull_listen": pull_listen,
+        "key_file": key_file,
+    }
+    run_shard(settings_of(config, flags), wanted_shard(role, listen, name, cpus))
+
+
+@app.command()
 def logs(
     shard: Annotated[str, typer.Argument(help="A shard such as decode-0, or gateway, or conductor.")],
     config: Config = None,
@@ -221,6 +250,24 @@ def bench_bridge(
     from orchestrator.commands import bench
 
     bench.bench_bridge(sizes_mib=size or (16, 128), rounds=rounds, as_json=as_json)
+
+
+@bench_app.command("pull")
+def bench_pull(
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Record size in MiB; may be repeated.")
+    ] = None,
+    rounds: Rounds = 9,
+    serve: Annotated[str, typer.Option(help="Be the other host, at HOST:PORT, until interrupted.")] = "",
+    peer: Annotated[
+        str, typer.Option("--from", help="HOST:PORT of the other host; the default starts one here.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """A KV record between hosts against memcpy, a raw socket, gloo and nixl."""
+    from orchestrator.commands import bench
+
+    bench.bench_pull(sizes_mib=size or (1, 8, 64), rounds=rounds, serve=serve, peer=peer, as_json=as_json)
 
 
 @bench_app.command("relay")

@@ -17,7 +17,7 @@ import structlog
 from orchestrator.core.pending import Pending
 from orchestrator.core.routing import first_come
 from orchestrator.core.shard import Rules
-from orchestrator.core.snapshot import ConductorSnapshot, ShardStatus
+from orchestrator.core.snapshot import ConductorSnapshot, Reserved, ShardStatus
 from orchestrator.core.ticket import Grant, ShardView
 from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.queues import ConductorQueue, Deposed
@@ -58,7 +58,9 @@ class Conductor:
         self._queue = queue
         self._launcher = launcher
         self._pace = pace or Pace()
-        self._supervisor = Supervisor(launcher, specs, probe, rules=rules, pace=self._pace)
+        self._supervisor = Supervisor(
+            launcher, specs, probe, until_idle=self._until_idle, rules=rules, pace=self._pace
+        )
         self._pending = Pending()
         self._books = Books({})
         self._ended: Counter[str] = Counter()
@@ -147,7 +149,7 @@ class Conductor:
             unless_cancelled()
             changed.clear()
             try:
-                await self._queue.publish(self._supervisor.watched())
+                await self._queue.publish(self._supervisor.watched(), self._supervisor.problems)
                 # After the state is out, so that no commit reserves on what is being cleared.
                 for shard, epoch in list(self._supervisor.gone):
                     await self._queue.retire(shard, epoch)
@@ -221,6 +223,19 @@ class Conductor:
     def _shards(self, books: Books) -> list[ShardView]:
         views = (watched.view() for watched in self._supervisor.watched())
         return [booked(view, books.reserved) for view in views if view is not None]
+
+    async def _until_idle(self, shard: str, epoch: int) -> None:
+        """Returns once nothing is reserved on a drained incarnation, and nothing can be any more."""
+        while True:
+            unless_cancelled()
+            try:
+                # First the state, so that no commit reserves after the books were read.
+                await self._queue.publish(self._supervisor.watched(), self._supervisor.problems)
+                if (await self._queue.books()).of(shard, epoch) == Reserved():
+                    return
+            except Unreachable as error:
+                log.warning("drain_not_seen", shard=shard, error=str(error))
+            await asyncio.sleep(self._pace.poll_s)
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -19,12 +19,19 @@ from pydantic import BaseModel, ValidationError
 
 from orchestrator.errors import ConfigError
 from orchestrator.settings import DEFAULT_MODEL, Settings
-from tgi_patches.contract import EPOCH_VARIABLE, SPEC_VARIABLE, STRICT_VARIABLE
+from tgi_patches.contract import (
+    EPOCH_VARIABLE,
+    KEY_FILE_VARIABLE,
+    KEY_VARIABLE,
+    SPEC_VARIABLE,
+    STRICT_VARIABLE,
+)
 
 __all__ = ["DEFAULT_MODEL", "Loaded", "Settings", "hidden", "load_settings"]
 
 ENV_PREFIX = "ORCHESTRATOR_"
-RESERVED_VARIABLES = frozenset({SPEC_VARIABLE, EPOCH_VARIABLE, STRICT_VARIABLE, "ORCHESTRATOR_CONFIG"})
+KEY_VARIABLES = frozenset({KEY_VARIABLE, KEY_FILE_VARIABLE})
+RESERVED_VARIABLES = KEY_VARIABLES | {SPEC_VARIABLE, EPOCH_VARIABLE, STRICT_VARIABLE, "ORCHESTRATOR_CONFIG"}
 """Variables with our prefix that are not settings."""
 SECRET_KEYS = frozenset({"redis.url"})
 """May hold a password: never shown as they are."""

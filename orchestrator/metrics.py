@@ -40,6 +40,9 @@ class Metrics:
         self.requests = counter("requests", "Requests by how they ended.", "route", "outcome")
         self.tokens = counter("tokens", "Tokens by kind: prompt or generated.", "kind")
         self.imports = counter("kv_imports", "Get legs by what became of the record.", "result")
+        self.pulls = counter("kv_pulls", "Records fetched from another host, by result.", "result")
+        self.pulled_bytes = counter("kv_pulled_bytes", "KV bytes fetched from other hosts.")
+        self.pull_s = histogram("orchestrator_kv_pull_seconds", "Time of a pull, whatever its result.")
         self.routing = counter("routing", "Grants by choice and reason.", "choice", "reason")
         self.phase_s = histogram("orchestrator_phase_seconds", "Time in each phase of a request.", "phase")
         self.ttft_s = histogram("orchestrator_ttft_seconds", "Arrival to first token sent.")
@@ -84,6 +87,12 @@ class Metrics:
         """`hit` or the reason of a miss, as the decode shard reported it."""
         self.imports.labels(result).inc()
 
+    def pulled(self, result: str, took_s: float, kv_bytes: int) -> None:
+        """`ok`, a miss reason, or `lost` and `timeout` for a sidecar that did not answer."""
+        self.pulls.labels(result).inc()
+        self.pull_s.observe(took_s)
+        self.pulled_bytes.inc(kv_bytes)
+
     def ended(
         self,
         route: str,
@@ -123,7 +132,8 @@ class Metrics:
     def counters(self) -> dict[str, dict[str, float]]:
         """Our counters by name, then by label values joined with a comma."""
         counted: dict[str, dict[str, float]] = {}
-        for counter in (self.requests, self.tokens, self.imports, self.routing):
+        shown = (self.requests, self.tokens, self.imports, self.pulls, self.pulled_bytes, self.routing)
+        for counter in shown:
             for family in counter.collect():
                 values = {
                     ",".join(s.labels.values()): s.value for s in family.samples if s.name.endswith("_total")

@@ -7,6 +7,7 @@ open and settles the request, exactly once, as every other ending does.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -33,7 +34,7 @@ from orchestrator.queues.protocol import RequestQueue
 from orchestrator.run import Job, Out, Run, encoded
 from orchestrator.settle import end_with_error, settle, to_its_end
 from orchestrator.shards.client import IMPORT_HEADER, Answer, ShardClient, ShardStream, payload_of
-from tgi_patches.contract import WaitReply
+from tgi_patches.contract import PROTOCOL_VERSION, MissReason, PullReply, PullRequest, WaitReply
 
 log = structlog.get_logger()
 
@@ -50,6 +51,7 @@ _PASSED_ON = (
     "x-generated-tokens",
 )
 """TGI's headers of a whole answer."""
+_MISS_REASONS = frozenset(MissReason)
 
 
 class Pipeline:
@@ -184,8 +186,18 @@ class Pipeline:
             log.warning("put_leg_cut_off", shard=events.shard, error=str(error))
 
     async def _published(self, run: Run) -> WaitReply | None:
-        """The record is there, or will not come: either way the get leg may start."""
+        """The record is where decode can read it, or will not come: either way the get leg may start.
+
+        `wait_timeout_s` is for the wait and the pull together.
+        """
         run.enter("relay")
+        end_s = time.monotonic() + self.settings.wait_timeout_s
+        reply = await self._waited(run)
+        if run.grant.pull and reply is not None and reply.found:
+            await self._pull(run, end_s)
+        return reply
+
+    async def _waited(self, run: Run) -> WaitReply | None:
         leg = _prefill(run)
         try:
             reply = await self._shards.wait(leg, run.handle, self.settings.wait_timeout_s)
@@ -196,6 +208,38 @@ class Pipeline:
             run.prompt_tokens = reply.prompt_tokens
             self.admission.learn(run.job, reply.prompt_tokens)
         return reply
+
+    async def _pull(self, run: Run, end_s: float) -> None:
+        """Bring the record to the decode shard's host; without it that shard computes the prompt itself."""
+        begun_s = time.monotonic()
+        result, reply = await self._asked_to_pull(run, end_s - begun_s)
+        took_s = time.monotonic() - begun_s
+        if reply is not None:
+            run.source = (reply.shard, reply.epoch)
+        else:
+            leg = run.grant.decode
+            log.warning(
+                "pull_failed", shard=leg.shard, source=_prefill(run).shard, reason=result, took_s=took_s
+            )
+        self.metrics.pulled(result, took_s, reply.kv_bytes if reply is not None else 0)
+
+    async def _asked_to_pull(self, run: Run, timeout_s: float) -> tuple[str, PullReply | None]:
+        """`ok` and where the record stands now, or why there is none."""
+        if timeout_s <= 0:
+            return "timeout", None
+        source, address = _prefill(run), run.grant.pull
+        request = PullRequest(
+            PROTOCOL_VERSION, run.handle, source.shard, source.epoch, address, timeout_s=timeout_s
+        )
+        try:
+            reply = await self._shards.pull(run.grant.decode, request)
+        except DeadlinePassed:
+            return "timeout", None
+        except GatewayError:
+            return "lost", None
+        if reply.found:
+            return "ok", reply
+        return reply.reason if reply.reason in _MISS_REASONS else MissReason.ERROR, None
 
     async def _get_stream(self, run: Run, first: FirstToken, token_id: int | None) -> None:
         """Everything after the first token, from the decode shard."""
@@ -314,9 +358,8 @@ def _prefill(run: Run) -> Leg:
 def _get_leg(run: Run, token_id: int | None) -> tuple[str, dict[str, Any]]:
     """The get leg's tag and body."""
     job, leg = run.job, _prefill(run)
-    tag = redress.get_tag(
-        job.dialect, job.raw, handle=run.handle, shard=leg.shard, epoch=leg.epoch, first=token_id
-    )
+    shard, epoch = run.source or (leg.shard, leg.epoch)
+    tag = redress.get_tag(job.dialect, job.raw, handle=run.handle, shard=shard, epoch=epoch, first=token_id)
     return str(tag), redress.get_body(job.dialect, job.raw, tag, run.seed, run.cap)
 
 

@@ -80,6 +80,8 @@ class Run:
     """The name that a chat's answer carries."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    source: tuple[str, int] | None = None
+    """Shard and epoch that the get leg names, where that is a copy of the record."""
     import_result: str | None = None
     """`hit` or the reason of a miss, when the decode shard said it."""
     arrived_s: float = 0.0

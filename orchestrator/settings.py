@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from tgi_patches.contract import ContractError, checked_part
 
@@ -45,8 +53,38 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
 
 
+def _base_url(value: str) -> str:
+    """`http://host:port`: a shard's own address, with nothing behind it."""
+    parts = urlsplit(value)
+    try:
+        whole = parts.scheme == "http" and parts.hostname and parts.port and not parts.path.strip("/")
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ValueError("must look like http://10.0.0.1:3001")
+    return value.rstrip("/")
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError("must look like 127.0.0.1:3000")
+    return value
+
+
+def _address_or_none(value: str) -> str:
+    return value and _address(value)
+
+
+Address = Annotated[str, AfterValidator(_address)]
+"""`host:port`; an IPv6 host in brackets; port 0 lets the system choose."""
+BaseUrl = Annotated[str, AfterValidator(_base_url)]
+
+
 class RoleSection(Section):
     count: Count = 0
+    urls: list[BaseUrl] = []
+    """Shards of this role that somebody else starts and keeps; none is launched then."""
     cpus: list[list[Annotated[int, Field(ge=0)]]] = []
     """CPU cores, one list per shard; empty lets the launcher choose."""
     gpus: list[str] = []
@@ -56,10 +94,17 @@ class RoleSection(Section):
     env: dict[str, str] = {}
 
     @model_validator(mode="after")
-    def _cpus_match_count(self) -> Self:
-        if self.cpus and len(self.cpus) != self.count:
-            raise ValueError(f"cpus names {len(self.cpus)} lists of cores for {self.count} shards")
+    def _lists_match_count(self) -> Self:
+        if self.urls and "count" in self.model_fields_set and self.count != len(self.urls):
+            raise ValueError(f"urls names {len(self.urls)} shards and count {self.count}: leave count out")
+        if self.cpus and len(self.cpus) != self.shards:
+            raise ValueError(f"cpus names {len(self.cpus)} lists of cores for {self.shards} shards")
         return self
+
+    @property
+    def shards(self) -> int:
+        """How many there are, launched or not."""
+        return len(self.urls) or self.count
 
 
 class OneByDefault(RoleSection):
@@ -73,27 +118,19 @@ class ShardsSection(Section):
 
     @model_validator(mode="after")
     def _at_least_one(self) -> Self:
-        if self.prefill.count + self.decode.count + self.mixed.count == 0:
+        if self.prefill.shards + self.decode.shards + self.mixed.shards == 0:
             raise ValueError("at least one shard is needed")
         return self
 
 
 class GatewaySection(Section):
-    listen: str = "127.0.0.1:3000"
+    listen: Address = "127.0.0.1:3000"
     connect_timeout_s: Seconds = 2.0
     wait_timeout_s: Seconds = 5.0
     """How long the gateway waits for a KV record after the put leg."""
     idle_timeout_s: Seconds = 60.0
     """How long a shard may stay silent within an answer."""
     keep_alive_s: Seconds = 15.0
-
-    @field_validator("listen")
-    @classmethod
-    def _host_and_port(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65_535:
-            raise ValueError("must look like 127.0.0.1:3000")
-        return value
 
     @property
     def host(self) -> str:
@@ -148,6 +185,10 @@ class ArenaSection(Section):
     bytes: int = Field(0, ge=0)
     """Ring size of a shard that exports; 0 chooses from the model and the free memory."""
     record_ttl_s: Seconds = 60.0
+    pull_listen: Annotated[str, AfterValidator(_address_or_none)] = ""
+    """Where a prefill shard offers its records to other hosts; empty: nowhere."""
+    pulled_bytes: int = Field(0, ge=0)
+    """Ring of a decode shard's copies of records from other hosts; 0 chooses, where there are such."""
 
     def directory(self) -> Path:
         """The tmpfs folder that all shards of this host map."""
@@ -172,6 +213,8 @@ class TgiSection(Section):
 class Settings(Section):
     version: Literal[1] = 1
     deployment: str = "default"
+    key_file: AbsolutePath | None = None
+    """A file with the deployment's key; without it `up` makes one in its state folder."""
     model: ModelSection = ModelSection()
     launcher: Literal["process"] = "process"
     shards: ShardsSection = ShardsSection()
@@ -204,8 +247,8 @@ class Settings(Section):
             for key in ("gpus", "image", "args", "env"):
                 if getattr(section, key):
                     raise ValueError(f"shards.{role}.{key} needs containers; the launcher 'process' has none")
-            if section.tp != 1:
-                raise ValueError(f"shards.{role}.tp needs GPUs; the launcher 'process' runs on the CPU")
+            if section.tp != 1 and self.tgi.python is not None:
+                raise ValueError(f"shards.{role}.tp is the embedded engine's; TGI's server runs as one rank")
         for key in ("ttft_ms", "tpot_ms"):
             if getattr(self.slo, key) is not None:
                 raise ValueError(f"slo.{key} is read by no policy of this version")

@@ -25,6 +25,7 @@ from orchestrator.config import Loaded
 from orchestrator.deployment.progress import for_terminal
 from orchestrator.deployment.state import State
 from orchestrator.embedded.weights import pick_dtype, resolve_model
+from orchestrator.errors import ConfigError
 
 QUICK = Plan(model=Path(), dtype="")
 LONG = replace(QUICK, seconds=45.0)
@@ -49,6 +50,20 @@ def bench_bridge(*, sizes_mib: Sequence[int], rounds: int, as_json: bool) -> Non
 
     rows = measure([size << 20 for size in sizes_mib], rounds)
     _show(rows, "arena against memcpy (1.0) and a safetensors file per record", as_json)
+
+
+def bench_pull(*, sizes_mib: Sequence[int], rounds: int, serve: str, peer: str, as_json: bool) -> None:
+    """A record between hosts against memory, sockets and what others use; `serve` is the other host's end."""
+    from orchestrator.bench import pull, pull_peer
+
+    if serve:
+        host, _, port = serve.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"--serve must be HOST:PORT, not {serve!r}.")
+        asyncio.run(pull_peer.serve(host.strip("[]"), int(port)))
+        return
+    rows = pull.measure([size << 20 for size in sizes_mib], rounds, peer)
+    _show(rows, "a record between hosts against memcpy and a raw socket", as_json)
 
 
 def bench_relay(state: State, *, rounds: int, requests: int, as_json: bool) -> None:

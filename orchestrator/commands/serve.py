@@ -12,12 +12,14 @@ import uvicorn
 from orchestrator.admission import GatewaySettings
 from orchestrator.api.app import create_app
 from orchestrator.deployment.gateway import BACKLOG, bound_socket, listen
+from orchestrator.deployment.key import key_env
 from orchestrator.deployment.logging import log_json_to
 from orchestrator.errors import ConfigError
 from orchestrator.queues import GatewayQueue
 from orchestrator.settings import Settings
 from orchestrator.shards.client import Deadlines, ShardClient
 from tgi_patches.contract import Limits
+from tgi_patches.key import key_from
 
 DRAIN_S = 8
 """For answers under way after SIGTERM; below the limit after which `up` kills the process."""
@@ -28,16 +30,17 @@ def run_gateway(settings: Settings, *, fd: int | None) -> None:
     if settings.redis.url is None:
         raise ConfigError("A gateway alone needs the Redis of its deployment: name it with --redis.")
     log_json_to(sys.stderr)
+    key = key_from(key_env(settings, os.environ))
     listener = socket.socket(fileno=fd) if fd is not None else bound_socket(*_address(settings))
     listen(listener)
-    asyncio.run(_serve(settings, settings.redis.url, listener))
+    asyncio.run(_serve(settings, settings.redis.url, listener, key))
 
 
 def _address(settings: Settings) -> tuple[str, int]:
     return settings.gateway.host, settings.gateway.port
 
 
-async def _serve(settings: Settings, redis_url: str, listener: socket.socket) -> None:
+async def _serve(settings: Settings, redis_url: str, listener: socket.socket, key: bytes) -> None:
     queue = GatewayQueue(
         redis_url,
         settings.deployment,
@@ -47,7 +50,8 @@ async def _serve(settings: Settings, redis_url: str, listener: socket.socket) ->
     deadlines = Deadlines(
         connect_s=settings.gateway.connect_timeout_s, idle_s=settings.gateway.idle_timeout_s
     )
-    app = create_app(gateway_settings(settings), queue=queue, shards=ShardClient(deadlines))
+    shards = ShardClient(deadlines, key=key)
+    app = create_app(gateway_settings(settings), queue=queue, shards=shards)
     config = uvicorn.Config(
         app,
         log_config=None,

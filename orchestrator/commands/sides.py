@@ -49,6 +49,11 @@ class Found:
 def temporary_order(loaded: Loaded, progress: Progress) -> Iterator[Order]:
     """The deployment of the settings under a name and a port of its own, gone afterwards."""
     settings = loaded.settings
+    roles = (settings.shards.prefill, settings.shards.decode, settings.shards.mixed)
+    if any(role.urls for role in roles):
+        raise ConfigError(
+            "Shards at given URLs belong to one deployment: start it with `up`, then verify it."
+        )
     name = f"{TEMPORARY}{os.getpid()}"
     changed = settings.model_copy(
         update={
@@ -133,6 +138,7 @@ def mixed_spec(state: State) -> ShardSpec:
         shard=f"verify-{os.getpid()}",
         role=Role.MIXED,
         arena_bytes=0,
+        pulled_bytes=0,
         max_batch_prefill_tokens=max(spec.max_batch_prefill_tokens for spec in state.specs),
     )
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from orchestrator.core.link import link
 from orchestrator.core.shard import ShardState
 from orchestrator.core.ticket import Choice, Grant, Leg, ShardView, Ticket
-from tgi_patches.contract import Role
+from tgi_patches.contract import Fingerprint, Role
+from tgi_patches.heads import held
 
 _MIXED_ORDER = (Role.MIXED, Role.DECODE, Role.PREFILL)
 _ONE_TOKEN_ORDER = (Role.PREFILL, Role.MIXED, Role.DECODE)
@@ -175,7 +177,10 @@ def _pairs(request: _Request, ready: Sequence[ShardView]) -> list[Pair] | str:
     alike = [pair for pair in hooked if difference(*pair) is None]
     if not alike:
         return f"fingerprint_{difference(*hooked[0])}"
-    small = [(p, d) for p, d in alike if _record_fits(request, p)]
+    linked = [pair for pair in alike if link(*pair) is not None]
+    if not linked:
+        return "no_link"
+    small = [(p, d) for p, d in linked if _record_fits(request, p)]
     if not small:
         return "record_too_large"
     holding = [(p, d) for p, d in small if request.kv_tokens(d) <= d.kv_tokens]
@@ -188,18 +193,27 @@ def difference(prefill: ShardView, decode: ShardView) -> str | None:
     for name, value in mine.items():
         if value != theirs[name]:
             return name
-    ranks = sorted((prefill.fingerprint.tensor_parallel, decode.fingerprint.tensor_parallel))
-    return "tensor_parallel" if ranks[1] % ranks[0] else None
+    return None if _splits(prefill.fingerprint) and _splits(decode.fingerprint) else "tensor_parallel"
+
+
+def _splits(fingerprint: Fingerprint) -> bool:
+    """True when every rank has whole heads: its records can then be cut for any other number of ranks."""
+    try:
+        held(fingerprint.kv_heads, fingerprint.tensor_parallel, 0)
+    except ValueError:
+        return False
+    return True
 
 
 def _record_fits(request: _Request, prefill: ShardView) -> bool:
+    """Of each rank, as its ring and its bytes per token are."""
     size = request.record_bytes(prefill)
     return size <= prefill.record_limit_bytes and size <= capacity(prefill).arena_bytes
 
 
 def _separated(request: _Request, pairs: Sequence[Pair]) -> Grant | None:
     """The least loaded prefill shard with the least loaded decode shard, among pairs with room."""
-    for prefill, decode in sorted(pairs, key=lambda pair: (_prefill_load(pair[0]), _decode_load(pair[1]))):
+    for prefill, decode in sorted(pairs, key=_pair_load):
         if _has_arena(request, prefill) and _has_room(request, decode):
             return Grant(
                 handle=request.ticket.handle,
@@ -210,8 +224,15 @@ def _separated(request: _Request, pairs: Sequence[Pair]) -> Grant | None:
                 kv_tokens=request.kv_tokens(decode),
                 record_bytes=request.record_bytes(prefill),
                 max_new_tokens=request.max_new_tokens,
+                pull=link(prefill, decode) or "",
             )
     return None
+
+
+def _pair_load(pair: Pair) -> tuple[int, int, float, int, bool, str, str]:
+    """Where loads are equal, a record that need not travel decides; then names."""
+    prefill, decode = pair
+    return (*_prefill_load(prefill), *_decode_load(decode), bool(link(*pair)), prefill.shard, decode.shard)
 
 
 def _overflow(request: _Request, ready: Sequence[ShardView], pairs: Sequence[Pair]) -> Grant | Wait:
@@ -229,10 +250,10 @@ def _has_arena(request: _Request, prefill: ShardView) -> bool:
     )
 
 
-def _prefill_load(view: ShardView) -> tuple[int, int, str]:
-    """Outstanding work in KV bytes, mixed requests included; ties by count, then by name."""
+def _prefill_load(view: ShardView) -> tuple[int, int]:
+    """Outstanding work in KV bytes, mixed requests included; ties by count."""
     work = view.outstanding_bytes + view.reserved_kv_tokens * view.bytes_per_token
-    return work, _legs(view), view.shard
+    return work, _legs(view)
 
 
 # --- mixed --------------------------------------------------------------------------------------
@@ -243,7 +264,7 @@ def _mixed(request: _Request, ready: Sequence[ShardView], order: Sequence[Role],
     for role in order:
         with_room = [view for view in ready if view.role is role and _has_room(request, view)]
         if with_room:
-            shard = min(with_room, key=_decode_load)
+            shard = min(with_room, key=lambda view: (*_decode_load(view), view.shard))
             return Grant(
                 handle=request.ticket.handle,
                 choice=Choice.MIXED,
@@ -266,10 +287,10 @@ def _has_room(request: _Request, view: ShardView) -> bool:
     )
 
 
-def _decode_load(view: ShardView) -> tuple[float, int, str]:
-    """The fuller of pool and slots, as a share; ties by count, then by name."""
+def _decode_load(view: ShardView) -> tuple[float, int]:
+    """The fuller of pool and slots, as a share; ties by count."""
     kv = view.reserved_kv_tokens / max(view.kv_tokens, 1)
-    return max(kv, view.reserved_slots / max(view.slots, 1)), _legs(view), view.shard
+    return max(kv, view.reserved_slots / max(view.slots, 1)), _legs(view)
 
 
 def _legs(view: ShardView) -> int:
@@ -277,7 +298,7 @@ def _legs(view: ShardView) -> int:
 
 
 def _leg(view: ShardView) -> Leg:
-    return Leg(shard=view.shard, epoch=view.epoch, url=view.url)
+    return Leg(shard=view.shard, epoch=view.epoch, url=view.url, sidecar_url=view.sidecar_url)
 
 
 def _too_large(request: _Request, shards: Sequence[ShardView]) -> Refuse:

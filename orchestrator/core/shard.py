@@ -10,11 +10,12 @@ any ──Exited, or silent for too long──> dead ──Launched──> start
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from orchestrator.core.ticket import ShardView
-from tgi_patches.contract import Role, StatusReply
+from tgi_patches.contract import Role, ShardSpec, StatusReply
 
 
 class ShardState(StrEnum):
@@ -40,6 +41,10 @@ class Rules:
     backoff_first_s: float = 0.5
     backoff_most_s: float = 30.0
 
+    def for_observed(self) -> Rules:
+        """For a shard that somebody else keeps: it is waited for, however long it is silent."""
+        return replace(self, silent_dead_s=math.inf, start_dead_s=math.inf)
+
 
 @dataclass(frozen=True, slots=True)
 class Watched:
@@ -60,6 +65,10 @@ class Watched:
     """Ends in a row that followed soon after a launch."""
     dead_epoch: int = 0
     """The incarnation that ended last: a late answer of it revives nothing."""
+    sidecar_url: str = ""
+    """Where its sidecar answers; empty where that is `url`."""
+    pull_host: str = ""
+    """Address at which other hosts pull its records; empty for the host of `url`."""
 
     @property
     def epoch(self) -> int:
@@ -86,6 +95,11 @@ class Watched:
             bytes_per_token=status.bytes_per_token,
             hooked=status.hooked,
             note=status.note,
+            sidecar_url=self.sidecar_url,
+            arena_id=status.arena_id,
+            pull_host=self.pull_host,
+            pull_port=status.pull_port,
+            pulls=status.pulls,
         )
 
 
@@ -94,6 +108,8 @@ class Launched:
     """A new incarnation was started and answers at `url`, once it does."""
 
     url: str
+    sidecar_url: str = ""
+    pull_host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +141,16 @@ def observe(watched: Watched, observation: Observation, now_s: float, rules: Rul
     """What is known after `observation`.  An answer of another shard (a reused port) counts as none."""
     rules = rules or Rules()
     match observation:
-        case Launched(url):
+        case Launched(url, sidecar_url, pull_host):
             return replace(
-                watched, url=url, state=ShardState.STARTING, misses=0, launched_s=now_s, answered_s=None
+                watched,
+                url=url,
+                sidecar_url=sidecar_url,
+                pull_host=pull_host,
+                state=ShardState.STARTING,
+                misses=0,
+                launched_s=now_s,
+                answered_s=None,
             )
         case Exited():
             return _dead(watched, now_s, rules)
@@ -139,6 +162,16 @@ def observe(watched: Watched, observation: Observation, now_s: float, rules: Rul
             return _answered(watched, status, now_s)
         case Answered() | Missed():
             return _missed(watched, now_s, rules)
+
+
+def stranger(status: StatusReply, spec: ShardSpec) -> str:
+    """In words, what answers in place of the shard of `spec`; empty where it is that one."""
+    told = (status.deployment, status.shard, status.role, status.fingerprint.model)
+    wanted = (spec.deployment, spec.shard, spec.role, spec.model_name)
+    for what, theirs, ours in zip(("deployment", "shard", "role", "model"), told, wanted, strict=True):
+        if theirs != ours:
+            return f"{what} {str(theirs)!r} answers in place of {str(ours)!r}"
+    return ""
 
 
 def backoff_s(failures: int, rules: Rules | None = None) -> float:

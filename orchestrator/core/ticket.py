@@ -72,6 +72,16 @@ class ShardView:
     """False: TGI's server runs without the overlay's hooks and serves mixed only."""
     note: str = ""
     """Where not hooked, the reason in a sentence."""
+    sidecar_url: str = ""
+    """Where its sidecar answers; empty where that is `url`."""
+    arena_id: str = ""
+    """Of the folder that its arenas are in; empty for a shard that does not tell."""
+    pull_host: str = ""
+    """Address at which other hosts pull its records; empty for the host of `url`."""
+    pull_port: int = 0
+    """0: it offers none."""
+    pulls: bool = False
+    """It can fetch records from other hosts."""
 
     @property
     def engine(self) -> str:
@@ -86,6 +96,13 @@ class Leg:
     shard: str
     epoch: int
     url: str
+    sidecar_url: str = ""
+    """Where its sidecar answers; empty where that is `url`."""
+
+    @property
+    def control_url(self) -> str:
+        """Of `status`, `wait` and `pull`."""
+        return self.sidecar_url or self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +122,8 @@ class Grant:
     """Reserved on `prefill`'s ring; 0 for mixed."""
     max_new_tokens: int
     """The request's own, capped by the mode."""
+    pull: str = ""
+    """`host:port` from which `decode` has to fetch the record first; empty where it reads it in place."""
 
 
 @dataclass(frozen=True, slots=True)

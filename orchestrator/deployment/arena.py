@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 
 FILES = "*.arena"
+ARENA_ID = "arena-id"
+"""By which shards know that they share the folder."""
 BESIDE = ("*.report", "*.report-new", "*.mailbox")
 """What the server and the sidecar of a TGI shard tell each other; each shard removes its own."""
 
@@ -34,10 +36,11 @@ def _written(path: Path) -> bool:
     return False
 
 
-def remove_arenas(directory: Path, deployment: str) -> None:
+def remove_arenas(directory: Path, deployment: str, *, keep_id: bool = False) -> None:
     """Remove the deployment's arena files, what stands beside them, and the folders that are empty then.
 
     A file whose writer lives is somebody else's: state folders differ, arenas of a name do not.
+    `keep_id`: shards without a file of their own may go on in this folder.
     """
     folder = directory / deployment
     for path in folder.glob(FILES):
@@ -46,6 +49,9 @@ def remove_arenas(directory: Path, deployment: str) -> None:
     if not any(folder.glob(FILES)):
         for path in (path for pattern in BESIDE for path in folder.glob(pattern)):
             path.unlink(missing_ok=True)
-    for empty in (folder, directory):
-        with contextlib.suppress(OSError):
-            empty.rmdir()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    if not keep_id and [path.name for path in directory.glob("*")] == [ARENA_ID]:
+        (directory / ARENA_ID).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()

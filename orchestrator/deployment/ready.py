@@ -19,6 +19,8 @@ LIMIT_S = 900.0
 """A large model takes minutes to load; what never gets ready must not wait for ever."""
 POLL_S = 0.1
 ASK_TIMEOUT_S = 2.0
+ELSEWHERE_LIMIT_S = 10.0
+"""For shards that others start: when they come, is not in our hands."""
 
 
 async def until_ready(
@@ -26,21 +28,23 @@ async def until_ready(
 ) -> None:
     """Returns once every shard is ready and the gateway knows it.
 
-    Raises what a part raises, and OrchestratorError for a shard that ends again and again.
+    Shards that somebody else keeps are not waited for any longer than ELSEWHERE_LIMIT_S.  Raises what a
+    part raises, and OrchestratorError for a shard that ends again and again.
     """
-    begun_s = time.monotonic()
     try:
         async with asyncio.timeout(LIMIT_S):
-            await _shards(conductor, parts, progress, begun_s)
-            await _gateway(parts, state)
+            late = await _shards(conductor, parts, state, progress)
+            await _gateway(parts, state, late)
     except TimeoutError:
         raise OrchestratorError(f"The deployment was not ready within {LIMIT_S:.0f} s.") from None
     progress.done(f"Gateway at {state.url}")
 
 
 async def _shards(
-    conductor: Conductor, parts: Sequence[asyncio.Task[None]], progress: Progress, begun_s: float
-) -> None:
+    conductor: Conductor, parts: Sequence[asyncio.Task[None]], state: State, progress: Progress
+) -> set[str]:
+    """Those that are kept elsewhere and do not answer yet."""
+    begun_s = time.monotonic()
     told: set[str] = set()
     while not conductor.ready.is_set():
         await _pause(parts)
@@ -57,11 +61,16 @@ async def _shards(
                     progress.done(f"Shard {shard.shard} serves mixed only: {shard.note}")
         if waiting:
             progress.step(f"Waiting for {', '.join(waiting)}")
+        if waiting and set(waiting) <= set(state.urls) and time.monotonic() - begun_s > ELSEWHERE_LIMIT_S:
+            for late in waiting:
+                progress.done(f"Shard {late} is used as soon as it answers at {state.urls[late]}")
+            return set(waiting)
+    return set()
 
 
-async def _gateway(parts: Sequence[asyncio.Task[None]], state: State) -> None:
-    """Its own table must show every shard: the first request is then served by a pair."""
-    expected = {spec.shard for spec in state.specs}
+async def _gateway(parts: Sequence[asyncio.Task[None]], state: State, late: set[str]) -> None:
+    """Its own table must show every shard but the late ones: the first request is then served by a pair."""
+    expected = {spec.shard for spec in state.specs} - late
     async with httpx.AsyncClient(base_url=state.url, timeout=ASK_TIMEOUT_S, trust_env=False) as client:
         while expected - await _seen_ready(client):
             await _pause(parts)

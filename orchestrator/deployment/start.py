@@ -11,9 +11,9 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,8 @@ from orchestrator.config import Loaded, hidden
 from orchestrator.deployment.arena import free_bytes, remove_arenas
 from orchestrator.deployment.environment import child_env
 from orchestrator.deployment.gateway import GatewayProcess, bound_socket, url_of
-from orchestrator.deployment.plan import Plan, check_room, make_plan
+from orchestrator.deployment.key import key_env, minted
+from orchestrator.deployment.plan import Plan, WantedShard, check_room, make_plan, shard_plan
 from orchestrator.deployment.progress import Progress
 from orchestrator.deployment.ready import until_ready
 from orchestrator.deployment.redis import kept_redis, remove_left_over
@@ -34,6 +35,7 @@ from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.queues import ConductorQueue
 from orchestrator.shards.probe import http_probe
 from orchestrator.shards.process import ProcessLauncher
+from orchestrator.shards.static import StaticLauncher
 
 STOP_LIMIT_S = 20.0
 """For the conductor to drain and stop its shards."""
@@ -48,6 +50,8 @@ class Order:
     plan: Plan
     folder: StateFolder
     listener: socket.socket
+    key_env: Mapping[str, str] = field(default_factory=dict)
+    """Where every process of the deployment finds its key."""
 
     @property
     def deployment(self) -> str:
@@ -55,7 +59,7 @@ class Order:
 
     def log_files(self) -> dict[str, Path]:
         """By shard name, and of `conductor` and `gateway`."""
-        names = [*(spec.shard for spec in self.plan.specs), "conductor", "gateway"]
+        names = [*(spec.shard for spec in self.plan.launched), "conductor", "gateway"]
         return {name: self.folder.log_of(name) for name in names}
 
 
@@ -87,11 +91,12 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
         clean_up(folder)
         _clean_up_beside(folder)
         folder.clear_logs()
+        key = key_env(settings, os.environ) or minted(folder)
         with contextlib.closing(bound_socket(settings.gateway.host, settings.gateway.port)) as listener:
             progress.step("Looking for the model")
-            plan = _planned(loaded, progress)
+            plan = planned(loaded, progress)
             progress.done(f"Model {plan.model.name} in {plan.dtype}")
-            yield Order(loaded, plan, folder, listener)
+            yield Order(loaded, plan, folder, listener, key)
 
 
 def clean_up(folder: StateFolder) -> bool:
@@ -117,12 +122,21 @@ def _clean_up_beside(folder: StateFolder) -> None:
                 shutil.rmtree(other.path, ignore_errors=True)
 
 
-def _planned(loaded: Loaded, progress: Progress) -> Plan:
+def planned(loaded: Loaded, progress: Progress, alone: WantedShard | None = None) -> Plan:
+    """The whole deployment's, or that of one shard alone.  Blocks while a model is downloaded.
+
+    ConfigError in one sentence for what cannot work here.
+    """
     wanted = loaded.settings.model
     model = resolve_model(wanted.id, wanted.revision, wanted.cache, wanted.token_file, progress.done)
     config = checked_config(model.path, model.name)
     cores = sorted(os.sched_getaffinity(0))
-    plan = make_plan(loaded, model, config, pick_dtype(wanted.dtype), cores)
+    dtype = pick_dtype(wanted.dtype)
+    plan = (
+        shard_plan(loaded, model, config, dtype, cores, alone)
+        if alone
+        else make_plan(loaded, model, config, dtype, cores)
+    )
     check_room(plan.arena_bytes, free_bytes(plan.arena_dir), plan.arena_dir)
     return plan
 
@@ -141,7 +155,7 @@ async def deployed(order: Order, progress: Progress) -> AsyncIterator[Running]:
         progress.done(f"Redis at {shown}" if given else "Redis of its own")
         state = _state_of(order, shown)
         order.folder.write(state)
-        count = len(order.plan.specs)
+        count = len(order.plan.launched)
         progress.step(f"Starting {count} {'shard' if count == 1 else 'shards'} and the gateway")
         conductor, conducting = await stack.enter_async_context(_conducting(order, redis_url))
         gateway = await stack.enter_async_context(_gateway(order, redis_url).running())
@@ -162,6 +176,7 @@ def _state_of(order: Order, redis_url: str) -> State:
         arena_dir=str(order.plan.arena_dir),
         specs=order.plan.specs,
         logs={name: str(path) for name, path in order.log_files().items()},
+        urls=dict(order.plan.urls),
     )
 
 
@@ -172,7 +187,8 @@ async def _conducting(order: Order, redis_url: str) -> AsyncIterator[tuple[Condu
         httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client,
         ConductorQueue(redis_url, order.deployment, f"conductor-{os.getpid()}") as queue,
     ):
-        launcher = ProcessLauncher(order.folder.logs)
+        processes = ProcessLauncher(order.folder.logs, env=order.key_env)
+        launcher = StaticLauncher(order.plan.urls, processes)
         conductor = Conductor(queue, launcher, order.plan.specs, http_probe(client))
         task = asyncio.create_task(conductor.run(), name="conductor")
         try:
@@ -190,5 +206,5 @@ def _gateway(order: Order, redis_url: str) -> GatewayProcess:
         "limits.max_input_tokens": order.plan.max_input_tokens,
         "limits.max_total_tokens": order.plan.max_total_tokens,
     }
-    env = child_env(order.loaded, os.environ, changes)
+    env = child_env(order.loaded, {**os.environ, **order.key_env}, changes)
     return GatewayProcess(order.listener, env, order.folder.log_of("gateway"))

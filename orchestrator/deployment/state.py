@@ -43,7 +43,14 @@ class State:
     specs: tuple[ShardSpec, ...]
     logs: Mapping[str, str] = field(default_factory=dict)
     """Log file by shard name, and of `conductor` and `gateway`."""
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """By name, of the shards that somebody else keeps."""
     version: int = STATE_VERSION
+
+    @property
+    def launched(self) -> tuple[ShardSpec, ...]:
+        """The shards that `up` started."""
+        return tuple(spec for spec in self.specs if spec.shard not in self.urls)
 
     def to_json(self) -> str:
         raw = dataclasses.asdict(self)

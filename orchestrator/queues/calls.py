@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.core.routing import Capacity, capacity
@@ -167,7 +167,10 @@ def resign(keys: Keys, leader: str) -> Call:
     return Call(scripts.RESIGN, (keys.leader,), (leader,))
 
 
-def publish(keys: Keys, leader: str, shards: Sequence[Watched], timings: Timings) -> Call:
+def publish(
+    keys: Keys, leader: str, shards: Sequence[Watched], problems: Mapping[str, str], timings: Timings
+) -> Call:
+    """`problems`: a sentence by shard, for those that do not run as they should."""
     args: list[str | int] = [leader, ms(timings.shard_ttl_s), keys.shard("")]
     for watched in shards:
         view = watched.view()
@@ -176,6 +179,7 @@ def publish(keys: Keys, leader: str, shards: Sequence[Watched], timings: Timings
             str(watched.state),
             wire.incarnation(watched.shard, watched.epoch),
             "" if view is None else wire.encode(view),
+            problems.get(watched.shard, ""),
         ]
     return Call(scripts.PUBLISH, (keys.leader, keys.shards), args)
 

@@ -6,7 +6,7 @@ another conductor leads, and the caller gets `Deposed`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -118,9 +118,10 @@ class ConductorQueue:
         self.leader = await self._runner.one(calls.lead(self._keys, self.conductor, self.timings))
         return bool(self.leader)
 
-    async def publish(self, shards: Sequence[Watched]) -> None:
+    async def publish(self, shards: Sequence[Watched], problems: Mapping[str, str] | None = None) -> None:
         """The whole registry; what is not in it is removed."""
-        self._check(await self._runner.one(calls.publish(self._keys, self._term(), shards, self.timings)))
+        call = calls.publish(self._keys, self._term(), shards, problems or {}, self.timings)
+        self._check(await self._runner.one(call))
 
     async def retire(self, shard: str, epoch: int) -> None:
         """Drop what is reserved on an incarnation that is gone; its leases then free nothing there."""

@@ -74,7 +74,9 @@ class GatewayQueue:
     def degraded(self) -> str | None:
         if self._lost is not None:
             return self._lost
-        return None if self._table.leader else "No conductor leads: this gateway decides for itself."
+        if not self._table.leader:
+            return "No conductor leads: this gateway decides for itself."
+        return " ".join(self._table.problems) or None
 
     @property
     def mode(self) -> Mode:

@@ -286,15 +286,17 @@ return 1
 
 TABLE = Script("""
 -- KEYS leader mode gateways tickets reserved shards  ARGV shard-key-prefix
--- -> {leader, mode, gateways, tickets, reserved (flat), name, state, view, name, state, view ...}
+-- -> {leader, mode, gateways, tickets, reserved (flat), then name, state, view, problem per shard}
+-- view is '' for a shard that has never answered, problem where there is none.
 local out = {redis.call('GET', KEYS[1]) or '', redis.call('GET', KEYS[2]) or '', redis.call('SCARD', KEYS[3]),
   redis.call('XLEN', KEYS[4]), redis.call('HGETALL', KEYS[5])}
 for _, name in ipairs(redis.call('SMEMBERS', KEYS[6])) do
-  local seen = redis.call('HMGET', ARGV[1] .. name, 'state', 'view')
-  if seen[1] and seen[2] then
+  local seen = redis.call('HMGET', ARGV[1] .. name, 'state', 'view', 'problem')
+  if seen[1] then
     out[#out + 1] = name
     out[#out + 1] = seen[1]
-    out[#out + 1] = seen[2]
+    out[#out + 1] = seen[2] or ''
+    out[#out + 1] = seen[3] or ''
   end
 end
 return out
@@ -320,15 +322,16 @@ return 0
 """)
 
 PUBLISH = Script("""
--- KEYS leader shards  ARGV leader ttl_ms shard-key-prefix, then name state incarnation view per shard
+-- KEYS leader shards
+-- ARGV leader ttl_ms shard-key-prefix, then name state incarnation view problem per shard
 -- -> published | fenced.  What is not named is removed; view '' leaves a shard without one.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'fenced' end
 local named = {}
-for i = 4, #ARGV, 4 do
+for i = 4, #ARGV, 5 do
   local name, key = ARGV[i], ARGV[3] .. ARGV[i]
   named[name] = true
   redis.call('SADD', KEYS[2], name)
-  redis.call('HSET', key, 'state', ARGV[i + 1], 'incarnation', ARGV[i + 2])
+  redis.call('HSET', key, 'state', ARGV[i + 1], 'incarnation', ARGV[i + 2], 'problem', ARGV[i + 4])
   if ARGV[i + 3] ~= '' then redis.call('HSET', key, 'view', ARGV[i + 3]) end
   redis.call('PEXPIRE', key, ARGV[2])
 end

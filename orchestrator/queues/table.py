@@ -29,6 +29,8 @@ class Table:
     waiting: int = 0
     shards: tuple[ShardView, ...] = ()
     """By name, reservations included."""
+    problems: tuple[str, ...] = ()
+    """A sentence for each shard that does not run as it should."""
 
     @classmethod
     def parse(cls, reply: Sequence[Any], last: Table | None = None) -> Self:
@@ -47,6 +49,7 @@ class Table:
             gateways=max(1, gateways),
             waiting=waiting,
             shards=tuple(wire.booked(views[name], counters) for name in sorted(views)),
+            problems=tuple(filter(None, dict(sorted(zip(rows[::4], rows[3::4], strict=True))).values())),
         )
 
 
@@ -60,7 +63,9 @@ def read_mode(text: str) -> Mode:
 
 
 def _views(rows: Sequence[str]) -> Iterable[ShardView]:
-    for name, state, text in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
+    for name, state, text in zip(rows[::4], rows[1::4], rows[2::4], strict=True):
+        if not text:
+            continue
         try:
             yield wire.view(text, state)
         except wire.WireError as error:

@@ -7,6 +7,7 @@ refusal (422, 424, 429) becomes ShardAnswered and reaches the client as the shar
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -19,7 +20,15 @@ import orjson
 from orchestrator.core.sse import BrokenStream, Event, Parser
 from orchestrator.core.ticket import Leg
 from orchestrator.errors import DeadlinePassed, GatewayError, Overloaded, ShardLost
-from tgi_patches.contract import ContractError, StatusReply, WaitReply
+from tgi_patches.contract import (
+    ContractError,
+    PullReply,
+    PullRequest,
+    StatusReply,
+    WaitReply,
+    checked_part,
+)
+from tgi_patches.key import sign
 
 IMPORT_HEADER = "x-orchestrator-import"
 
@@ -52,6 +61,8 @@ class Deadlines:
     """Between two events.  Keep-alive comments do not count: a stuck engine sends them too."""
     control_s: float = 5.0
     """For an answer that needs no model."""
+    pull_grace_s: float = 0.5
+    """Beyond a pull's own deadline: its sidecar says why it failed, if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +132,21 @@ class ShardStream:
 
 
 class ShardClient:
-    """Talks to every shard of a deployment.  `transport` is httpx's own unless given."""
+    """Talks to every shard of a deployment.
+
+    `key` is the deployment's, empty where it has none; `transport` is httpx's own unless given.
+    """
 
     def __init__(
         self,
         deadlines: Deadlines | None = None,
         *,
+        key: bytes = b"",
         connections: int = 1024,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.deadlines = deadlines or Deadlines()
+        self._key = key
         # Idle connections are dropped before a shard's server does it (5 s): no race for a stale one.
         limits = httpx.Limits(max_connections=connections, keepalive_expiry=2.0)
         self._http = httpx.AsyncClient(
@@ -189,9 +205,25 @@ class ShardClient:
     async def wait(self, leg: Leg, handle: str, timeout_s: float) -> WaitReply:
         """What the put leg left behind, as soon as it is there; `found` is false after `timeout_s`."""
         path = f"/kv/wait/{handle}?timeout_s={timeout_s:g}"
-        answer = await self._whole("GET", leg, path, b"", timeout_s + self.deadlines.control_s, "")
+        deadline_s = timeout_s + self.deadlines.control_s
+        answer = await self._whole("GET", _sidecar(leg), path, b"", deadline_s, "")
         with _translated(leg.shard):
             return WaitReply.from_dict(answer.json())
+
+    async def pull(self, leg: Leg, request: PullRequest) -> PullReply:
+        """Ask a decode shard's sidecar to fetch a record; the request is signed here.
+
+        `found` is false for what it could not fetch within `request.timeout_s`.
+        """
+        signed = dataclasses.replace(request, signature=sign(self._key, *request.signed()))
+        body = orjson.dumps(signed.to_dict())
+        deadline_s = request.timeout_s + self.deadlines.pull_grace_s
+        answer = await self._whole("POST", _sidecar(leg), "/kv/pull", body, deadline_s, "")
+        with _translated(leg.shard):
+            reply = PullReply.from_dict(answer.json())
+            if reply.found:
+                checked_part(reply.shard, "shard name")
+            return reply
 
     async def _whole(
         self, method: str, leg: Leg, path: str, body: bytes, timeout_s: float, request_id: str
@@ -204,6 +236,10 @@ class ShardClient:
         if response.status_code != 200:
             raise refused(leg.shard, response)
         return Answer(leg.shard, response.headers, response.content)
+
+
+def _sidecar(leg: Leg) -> Leg:
+    return dataclasses.replace(leg, url=leg.control_url)
 
 
 def payload_of(shard: str, event: Event) -> dict[str, Any]:

@@ -19,9 +19,12 @@ from orchestrator.core.sse import DONE, openai_event, tgi_event
 from orchestrator.core.ticket import ShardView
 from tgi_patches.contract import (
     PROTOCOL_VERSION,
+    PULLED_SUFFIX,
     Fingerprint,
     GetTag,
     Limits,
+    PullReply,
+    PullRequest,
     PutTag,
     Role,
     WaitReply,
@@ -30,6 +33,8 @@ from tgi_patches.contract import (
 
 FIRST_ID = 100
 """Token i of the script has the id FIRST_ID + i."""
+PULLED_EPOCH = 77
+"""Of every copy that a pull leaves."""
 
 
 class Part(StrEnum):
@@ -117,6 +122,10 @@ class FakeShard:
         self.import_result = "hit"
         self.found = True
         self.refuses_wait = False
+        self.arena_id = ""
+        self.pull_port = 0
+        self.pulls: str | None = None
+        """What a pull comes to: `ok`, a miss reason, or `die`; None for a shard that fetches nothing."""
         self.first_id = FIRST_ID
         self.limits = limits or Limits(max_input_tokens=400, max_total_tokens=500)
         self.refuses: tuple[int, dict[str, str]] | None = None
@@ -168,6 +177,9 @@ class FakeShard:
             ring_bytes=1 << 30,
             record_limit_bytes=1 << 28,
             bytes_per_token=64,
+            arena_id=self.arena_id,
+            pull_port=self.pull_port,
+            pulls=self.pulls is not None,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,6 +213,8 @@ class FakeShard:
             raise _Died
         if path.startswith("/kv/wait/"):
             await _json(send, self._wait_reply(path.rpartition("/")[2]).to_dict())
+        elif path == "/kv/pull":
+            await self._pull(PullRequest.from_dict(seen.body), send)
         elif path in ("/tokenize", "/chat_tokenize"):
             tokens = [{"id": 1, "text": "x", "start": 0, "stop": 1}] * self.prompt_tokens
             chat = {"tokenize_response": tokens, "templated_text": "x"}
@@ -222,6 +236,16 @@ class FakeShard:
             ended=self.found and len(self.tokens) == 1,
             prompt_tokens=self.prompt_tokens,
         )
+
+    async def _pull(self, request: PullRequest, send: Send) -> None:
+        if self.pulls == "die":
+            raise _Died
+        if self.pulls == "ok":
+            where = (f"{self.shard}{PULLED_SUFFIX}", PULLED_EPOCH)
+            reply = PullReply(PROTOCOL_VERSION, request.handle, True, *where, 64 * self.prompt_tokens)
+        else:
+            reply = PullReply(PROTOCOL_VERSION, request.handle, False, reason=self.pulls or "")
+        await _json(send, reply.to_dict())
 
     async def _step(self, ask: _Ask, token: int) -> Fault | None:
         """Before a token: wait at its gate, then say what breaks."""

@@ -22,6 +22,12 @@ class Running:
     url: str
     pid: int | None = None
     """On this machine; None elsewhere."""
+    sidecar_url: str = ""
+    """Where its sidecar answers; empty where that is `url`."""
+    pull_host: str = ""
+    """Address at which other hosts pull its records; empty for the host of `url`."""
+    observed: bool = False
+    """Somebody else started it and keeps it: it is never stopped and never launched again from here."""
 
 
 @dataclass(frozen=True, slots=True)

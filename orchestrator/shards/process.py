@@ -45,12 +45,17 @@ class ProcessLauncher:
         self,
         state_dir: Path,
         *,
+        env: Mapping[str, str] | None = None,
         command: Sequence[str] = SHARD_COMMAND,
         log_limit_bytes: int = 16 * 1024 * 1024,
         rotate_every_s: float = 30.0,
     ) -> None:
-        """Logs go to `<state_dir>/<shard>.log`, and to `.log.1` beyond the limit."""
+        """Logs go to `<state_dir>/<shard>.log`, and to `.log.1` beyond the limit.
+
+        `env` is for every shard, on top of this process's own environment.
+        """
         self._state_dir = state_dir
+        self._env = dict(env or {})
         self._command = tuple(command)
         self._log_limit_bytes = log_limit_bytes
         self._rotate_every_s = rotate_every_s
@@ -115,7 +120,7 @@ class ProcessLauncher:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,
-                    env=_environment(spec),
+                    env=shard_environment(spec) | self._env,
                     # A terminal's Ctrl-C goes to its foreground group: the orchestrator drains shards first.
                     process_group=0,
                 )
@@ -123,7 +128,7 @@ class ProcessLauncher:
             raise ConfigError(f"The shard cannot be started: {error.filename} does not exist.") from None
         except OSError as error:
             raise ShardError(f"Shard {spec.shard} did not start: {error}.") from None
-        running = Running(spec.shard, f"http://{_in_url(spec.host)}:{port}", process.pid)
+        running = running_of(spec, process.pid)
         exit_task = asyncio.create_task(self._ended(spec.shard, process, log_start), name=spec.shard)
         self._children[spec.shard] = _Child(running, process, port, exit_task)
         return running
@@ -143,7 +148,26 @@ class ProcessLauncher:
         return Exit(shard, code, last[0] if last else "")
 
 
-def _environment(spec: ShardSpec) -> dict[str, str]:
+def running_of(spec: ShardSpec, pid: int | None = None) -> Running:
+    """Where a shard of this order, with its port in it, answers."""
+    host = in_url(spec.host)
+    return Running(
+        spec.shard,
+        f"http://{host}:{spec.port}",
+        pid,
+        sidecar_url=f"http://{host}:{spec.sidecar_port}" if spec.sidecar_port else "",
+        pull_host=pull_host(spec.pull_listen),
+    )
+
+
+def pull_host(listen: str) -> str:
+    """The address that others can pull from; empty where it listens on all, or on none."""
+    host = listen.rpartition(":")[0]
+    return "" if host.strip("[]") in ("", "0.0.0.0", "::") else host
+
+
+def shard_environment(spec: ShardSpec) -> dict[str, str]:
+    """Of a shard's process: this one's own, the order, and our pid, so that it ends with us."""
     threads = len(spec.cpus) or len(os.sched_getaffinity(0))
     own = {"OMP_NUM_THREADS": str(threads), PARENT_VARIABLE: str(os.getpid())}
     return {**os.environ, **own, **spec.to_env()}
@@ -168,7 +192,8 @@ def _free_port(host: str, taken: set[int]) -> int:
     raise ShardError(f"No free port was found on {host}.")
 
 
-def _in_url(host: str) -> str:
+def in_url(host: str) -> str:
+    """A host as an URL writes it."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -17,7 +17,7 @@ from orchestrator.deployment.state import State, StateFolder, started_ticks
 from orchestrator.errors import ConfigError
 from tgi_patches.contract import OVERLAY_VERSION, PROTOCOL_VERSION, Role, ShardSpec
 
-COMMANDS = ("up", "down", "status", "serve", "logs", "verify", "version")
+COMMANDS = ("up", "down", "status", "serve", "shard", "logs", "verify", "version")
 
 
 @pytest.fixture(autouse=True)
@@ -272,3 +272,30 @@ def test_version_names_the_program_and_the_contract() -> None:
     result = run("version")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[1] == f"protocol {PROTOCOL_VERSION}, overlay {OVERLAY_VERSION}"
+
+
+SHARD = ("shard", "--role", "prefill", "--listen", "127.0.0.1:3001")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--role", "both"), "--role must be prefill, decode or mixed, not 'both'."),
+        (("--listen", "3001"), "--listen must look like 10.0.0.1:3001, not '3001'."),
+        (("--listen", "10.0.0.1:0"), "--listen must look like 10.0.0.1:3001, not '10.0.0.1:0'."),
+        (("--cpus", "all"), "--cpus must look like 0,1, not 'all'."),
+        (
+            ("--listen", "10.0.0.1:3001"),
+            "10.0.0.1:3001 can be reached from other hosts: name the deployment's key with --key-file.",
+        ),
+        (
+            ("--pull-listen", "0.0.0.0:3101"),
+            "0.0.0.0:3101 can be reached from other hosts: name the deployment's key with --key-file.",
+        ),
+    ],
+)
+def test_a_shard_for_another_host_says_what_is_wrong_with_its_flags(
+    flags: tuple[str, ...], told: str
+) -> None:
+    result = run(*SHARD, *flags)
+    assert (result.exit_code, sentence(result)) == (2, told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def test_an_empty_section_or_file_means_the_defaults(write: Write) -> None:
         ("shards: {prefill: {gpus: [GPU-1]}}", "shards.prefill.gpus needs containers"),
         ("shards: {mixed: {env: {A: b}}}", "shards.mixed.env needs containers"),
         ("slo: {ttft_ms: 500}", "slo.ttft_ms is read by no policy"),
-        ("shards: {decode: {tp: 2}}", "shards.decode.tp needs GPUs"),
+        ("{shards: {decode: {tp: 2}}, tgi: {python: /p}}", "shards.decode.tp is the embedded engine's"),
+        ("shards: {decode: {tp: 0}}", "shards.decode.tp is 0"),
         ("launcher: docker", "launcher is 'docker'"),
         ("deployment: a/b", "deployment is 'a/b'"),
         ("version: 2", "version is 2"),
@@ -221,3 +223,32 @@ def test_a_suggestion_for_an_unknown_flag_exists(key: str) -> None:
     if "nearest" in text:
         suggested = text.split("'")[3]
         assert any(leaf == suggested or leaf.startswith(f"{suggested}.") for leaf in known)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"shards.prefill.urls": ["10.0.0.1:3001"]}, "must look like http://10.0.0.1:3001"),
+        ({"shards.prefill.urls": ["http://10.0.0.1"]}, "must look like http://10.0.0.1:3001"),
+        ({"shards.prefill.urls": ["https://10.0.0.1:3001"]}, "must look like http://10.0.0.1:3001"),
+        ({"shards.prefill.urls": ["http://a:3001/kv"]}, "must look like http://10.0.0.1:3001"),
+        ({"shards.prefill.urls": ["http://a:99999"]}, "must look like http://10.0.0.1:3001"),
+        (
+            {"shards.decode.urls": ["http://a:1", "http://b:1"], "shards.decode.count": 3},
+            "urls names 2 shards and count 3",
+        ),
+        ({"shards.decode.urls": ["http://a:1"], "shards.decode.cpus": [[0], [1]]}, "cpus names 2 lists"),
+        ({"arena.pull_listen": "10.0.0.1"}, "must look like 127.0.0.1:3000"),
+        ({"arena.pulled_bytes": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_what_is_wrong_with_other_hosts_is_told(flags: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load_settings(None, flags, {})
+
+
+def test_urls_alone_say_how_many_shards_there_are() -> None:
+    one = load_settings(None, {"shards.prefill.urls": ["http://a:1/"]}, {}).settings.shards.prefill
+    assert (one.urls, one.shards) == (["http://a:1"], 1)
+    variable = {"ORCHESTRATOR_SHARDS__DECODE__URLS": '["http://a:1", "http://b:1"]'}
+    assert load_settings(None, {}, variable).settings.shards.decode.shards == 2

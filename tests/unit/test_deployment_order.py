@@ -14,7 +14,7 @@ from orchestrator.deployment.progress import Lines
 from orchestrator.deployment.start import Order, ordered
 from orchestrator.deployment.state import State, StateFolder
 from orchestrator.errors import ConfigError
-from tgi_patches.contract import Role, ShardSpec
+from tgi_patches.contract import KEY_FILE_VARIABLE, KEY_VARIABLE, Role, ShardSpec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -119,3 +119,18 @@ def test_removing_arenas_touches_no_other_file(tmp_path: Path) -> None:
 
 def test_free_room_is_that_of_the_file_system_a_folder_would_be_on(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "not" / "yet") == pytest.approx(free_bytes(tmp_path), rel=0.01)
+
+
+def test_every_deployment_has_a_key_which_stays_when_it_starts_again(
+    model: Path, arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (KEY_VARIABLE, KEY_FILE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    first, second = order(loaded(model, arena)), order(loaded(model, arena))
+    own = folder_of("blue").path / "key"
+    assert first.key_env == second.key_env == {KEY_FILE_VARIABLE: str(own)}
+    given = tmp_path / "given"
+    given.write_text("a key of enough bytes")
+    own.unlink()
+    assert order(loaded(model, arena, key_file=str(given))).key_env == {KEY_FILE_VARIABLE: str(given)}
+    assert not own.exists()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.config import load_settings
-from orchestrator.deployment.plan import Plan, check_room, make_plan
+from orchestrator.deployment.plan import Plan, WantedShard, check_room, make_plan, shard_plan
 from orchestrator.embedded.weights import ResolvedModel
 from orchestrator.errors import ConfigError
 from tgi_patches.contract import Role
@@ -50,6 +51,31 @@ def test_cores_are_given_in_turn_and_shared_when_there_are_more_shards() -> None
         ("decode-1", (5,)),
         ("mixed-0", (3,)),
     ]
+
+
+def test_a_shard_of_several_ranks_gets_a_core_for_each_while_there_are_so_many() -> None:
+    plan = plan_of(shards__prefill__tp=2, shards__mixed__count=1)
+    assert [(spec.shard, spec.tensor_parallel, spec.cpus) for spec in plan.specs] == [
+        ("prefill-0", 2, (3, 5)),
+        ("decode-0", 1, (3,)),
+        ("mixed-0", 1, (5,)),
+    ]
+    alone = plan_of(shards__decode__tp=2, shards__decode__cpus=[[5]])
+    assert [spec.cpus for spec in alone.specs] == [(3,), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("role", "ranks", "dtype", "sentence"),
+    [
+        ("decode", 4, "float32", r"shards\.decode\.tp is 4, but the model's 2 KV heads cannot be split"),
+        ("prefill", 3, "bfloat16", r"shards\.prefill\.tp is 3, but the model's 2 KV heads cannot be split"),
+        ("mixed", 2, "int8", r"shards\.mixed\.tp is 2, but int8 weights cannot be split"),
+    ],
+)
+def test_what_cannot_be_split_over_ranks_is_refused(role: str, ranks: int, dtype: str, sentence: str) -> None:
+    loaded = load_settings(None, {f"shards.{role}.tp": ranks}, {})
+    with pytest.raises(ConfigError, match=sentence):
+        make_plan(loaded, MODEL, CONFIG, dtype, CORES)
 
 
 def test_named_cores_are_used_and_must_be_ours() -> None:
@@ -94,3 +120,60 @@ def test_rings_that_do_not_fit_are_refused_with_both_sizes_and_a_way_out() -> No
     check_room(100 * 2**20, 100 * 2**20, Path("/dev/shm"))
     with pytest.raises(ConfigError, match=r"need 700 MiB and /dev/shm has 64 MiB free: lower limits"):
         check_room(700 * 2**20, 64 * 2**20, Path("/dev/shm"))
+
+
+# --- other hosts --------------------------------------------------------------------------------
+
+AWAY = ["http://10.0.0.1:3001", "http://10.0.0.2:3001/"]
+
+
+def test_shards_at_urls_are_named_like_others_and_not_launched() -> None:
+    plan = plan_of(shards__prefill__urls=AWAY)
+    assert [spec.shard for spec in plan.specs] == ["prefill-0", "prefill-1", "decode-0"]
+    assert plan.urls == {"prefill-0": "http://10.0.0.1:3001", "prefill-1": "http://10.0.0.2:3001"}
+    assert [(spec.shard, spec.cpus) for spec in plan.launched] == [("decode-0", (3,))]
+
+
+def test_a_decode_shard_has_room_for_copies_only_where_prefill_is_elsewhere() -> None:
+    assert [spec.pulled_bytes for spec in plan_of().specs] == [0, 0]
+    ring = plan_of().specs[0].arena_bytes
+    away = plan_of(shards__prefill__urls=AWAY)
+    assert [(spec.arena_bytes, spec.pulled_bytes) for spec in away.specs] == [(0, 0), (0, 0), (0, ring)]
+    assert away.arena_bytes == ring
+    chosen = plan_of(shards__prefill__urls=AWAY, arena__pulled_bytes=5_000_000)
+    assert chosen.arena_bytes == 5_000_000
+
+
+def test_only_prefill_shards_offer_records_and_each_at_a_port_of_its_own() -> None:
+    plan = plan_of(shards__prefill__count=2, arena__pull_listen="10.0.0.1:3101")
+    assert [spec.pull_listen for spec in plan.specs] == ["10.0.0.1:3101", "10.0.0.1:3102", ""]
+    any_port = plan_of(shards__prefill__count=2, arena__pull_listen="[::1]:0")
+    assert [spec.pull_listen for spec in any_port.specs] == ["[::1]:0", "[::1]:0", ""]
+
+
+def alone(role: Role, cpus: tuple[int, ...] = (), **flags: Any) -> Plan:
+    named = {key.replace("__", "."): value for key, value in flags.items()}
+    wanted = WantedShard(role, f"{role}-7", "10.0.0.1", 3001, cpus)
+    return shard_plan(load_settings(None, named, {}), MODEL, CONFIG, "float32", CORES, wanted)
+
+
+def test_a_shard_alone_is_launched_as_up_would_at_the_address_it_is_given() -> None:
+    (spec,) = alone(Role.PREFILL, arena__pull_listen="10.0.0.1:3101").launched
+    (like, _) = plan_of(arena__pull_listen="10.0.0.1:3101").specs
+    assert (spec.shard, spec.host, spec.port) == ("prefill-7", "10.0.0.1", 3001)
+    assert spec == replace(like, shard="prefill-7", host="10.0.0.1", port=3001)
+
+
+def test_one_configuration_serves_both_hosts() -> None:
+    """The file that tells B where A's shard is must not keep A from starting it."""
+    (spec,) = alone(Role.PREFILL, shards__prefill__urls=AWAY, arena__pull_listen="10.0.0.1:3101").launched
+    assert spec.arena_bytes > 0
+    assert spec.pull_listen == "10.0.0.1:3101"
+
+
+def test_a_decode_shard_alone_fetches_and_takes_the_cores_it_is_given() -> None:
+    (spec,) = alone(Role.DECODE, cpus=(3, 5)).launched
+    assert (spec.cpus, spec.arena_bytes) == ((3, 5), 0)
+    assert spec.pulled_bytes == plan_of().specs[0].arena_bytes
+    with pytest.raises(ConfigError, match="--cpus names core 4"):
+        alone(Role.DECODE, cpus=(4,))

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from structlog.testing import capture_logs
 
 from orchestrator.core.routing import Mode, Refuse
 from orchestrator.core.ticket import Choice, Completion, Grant, Leg, Outcome, ShardView, Ticket
@@ -57,6 +60,15 @@ def test_a_lease_names_what_it_holds_before_the_grant() -> None:
     assert wire.leased(text) == GRANT
 
 
+def test_a_grant_of_before_there_were_pulls_is_still_read() -> None:
+    text = wire.encode(GRANT).replace(',"pull":""', "").replace(',"sidecar_url":""', "")
+    assert "pull" not in text
+    assert "sidecar" not in text
+    assert wire.grant(text) == GRANT
+    pulled = replace(GRANT, pull="10.0.0.2:3101")
+    assert wire.leased(wire.lease(pulled)) == pulled
+
+
 def test_fields_of_a_newer_version_are_ignored_and_missing_ones_are_an_error() -> None:
     text = wire.encode(GRANT).replace('"kv_tokens"', '"new":1,"kv_tokens"')
     assert wire.grant(text) == GRANT
@@ -85,7 +97,7 @@ def rows(leader: str, *views: ShardView) -> list[object]:
     counters = [f"decode-0.{EPOCH}|kv", "160", f"decode-0.{EPOCH}|slots", "1", "decode-0.5|kv", "999"]
     table: list[object] = [leader, "", 2, 7, counters]
     for view in views:
-        table += [view.shard, view.state, wire.encode(view)]
+        table += [view.shard, view.state, wire.encode(view), ""]
     return table
 
 
@@ -100,6 +112,15 @@ def test_shards_that_lapsed_are_kept_while_nobody_leads_and_dropped_when_a_leade
     last = Table.parse(rows("c.1:1", VIEW))
     assert [view.shard for view in Table.parse(rows(""), last).shards] == ["decode-0"]
     assert Table.parse(rows("c.1:1"), last).shards == ()
+
+
+def test_problems_are_told_also_of_shards_that_never_answered() -> None:
+    silent = ["prefill-0", "starting", "", "Shard prefill-0 is silent."]
+    with capture_logs() as logged:
+        table = Table.parse([*rows("c.1:1", VIEW), *silent])
+    assert logged == []  # nothing to be read is nothing unreadable
+    assert [view.shard for view in table.shards] == ["decode-0"]
+    assert table.problems == ("Shard prefill-0 is silent.",)
 
 
 def test_without_redis_two_gateways_share_half_of_everything_less_their_own_grants() -> None:

@@ -182,12 +182,78 @@ def test_unlike_shards_never_pair_and_the_reason_names_the_difference(field: str
     assert legs(granted(ticket(), P0, other, D1)) == ("p0", "d1")
 
 
-def test_geometry_may_differ_where_it_can_be_converted() -> None:
-    def ranks(shard: ShardView, count: int) -> ShardView:
-        return replace(shard, fingerprint=replace(PRINT, tensor_parallel=count, block_size=32))
+def test_geometry_may_differ_where_every_rank_has_whole_heads() -> None:
+    def ranks(shard: ShardView, count: int, kv_heads: int = 6) -> ShardView:
+        geometry = replace(PRINT, kv_heads=kv_heads, tensor_parallel=count, block_size=32)
+        return replace(shard, fingerprint=geometry)
 
-    assert legs(granted(ticket(), ranks(P0, 4), ranks(D0, 2))) == ("p0", "d0")
-    assert granted(ticket(), ranks(P0, 3), ranks(D0, 2)).reason == "fingerprint_tensor_parallel"
+    assert legs(granted(ticket(), ranks(P0, 6), ranks(D0, 3))) == ("p0", "d0")
+    assert legs(granted(ticket(), ranks(P0, 3), ranks(D0, 2))) == ("p0", "d0")  # neither divides the other
+    for odd in ((4, 2), (2, 4)):
+        pair = ranks(P0, odd[0]), ranks(D0, odd[1])
+        assert granted(ticket(), *pair).reason == "fingerprint_tensor_parallel"
+    # A single head is copied to every rank.
+    assert legs(granted(ticket(), ranks(P0, 5, 1), ranks(D0, 4, 1))) == ("p0", "d0")
+
+
+# --- links --------------------------------------------------------------------------------------
+
+FAR = replace(P1, url="http://10.0.0.2:3001", arena_id="far", pull_port=3101)
+HERE = replace(D0, url="http://10.0.0.1:3002", arena_id="here", pulls=True)
+
+
+def test_shards_of_one_arena_pair_without_a_pull() -> None:
+    grant = granted(ticket(), replace(FAR, arena_id="here"), HERE)
+    assert (legs(grant), grant.pull) == (("p1", "d0"), "")
+
+
+@pytest.mark.parametrize("silent", [{"arena_id": ""}, {"arena_id": "", "pull_port": 0}])
+def test_a_shard_that_does_not_tell_its_arena_is_taken_for_one_of_this_host(silent: dict[str, Any]) -> None:
+    assert granted(ticket(), replace(FAR, **silent), HERE).pull == ""
+    assert granted(ticket(), FAR, replace(HERE, arena_id="")).pull == ""
+
+
+def test_across_hosts_the_grant_says_where_to_pull_from() -> None:
+    assert granted(ticket(), FAR, HERE).pull == "10.0.0.2:3101"
+    named = replace(FAR, pull_host="192.168.7.2")
+    assert granted(ticket(), named, HERE).pull == "192.168.7.2:3101"
+    sixth = replace(FAR, url="http://[fd00::2]:3001")
+    assert granted(ticket(), sixth, HERE).pull == "[fd00::2]:3101"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (replace(FAR, pull_port=0), HERE),
+        (FAR, replace(HERE, pulls=False)),
+        # What the gateway reaches at its own loopback, another host does not.
+        (replace(FAR, url="http://127.0.0.1:20001"), HERE),
+    ],
+)
+def test_without_a_way_for_the_record_the_request_is_served_mixed(
+    prefill: ShardView, decode: ShardView
+) -> None:
+    grant = granted(ticket(), prefill, decode)
+    assert (grant.choice, grant.reason, grant.pull) == (Choice.MIXED, "no_link", "")
+
+
+def test_a_loopback_address_is_a_way_for_a_decode_shard_on_it() -> None:
+    local = replace(FAR, url="http://127.0.0.1:20001")
+    assert granted(ticket(), local, replace(HERE, url="http://127.0.0.1:20002")).pull == "127.0.0.1:3101"
+
+
+def test_a_record_stays_on_its_host_where_loads_are_equal_and_travels_where_they_are_not() -> None:
+    there = replace(D1, url="http://10.0.0.2:3002", arena_id="far")
+    assert legs(granted(ticket(), FAR, HERE, there)) == ("p1", "d1")  # d0 is first by name
+    busy = replace(there, reserved_slots=1, reserved_kv_tokens=160)
+    grant = granted(ticket(), FAR, HERE, busy)
+    assert (legs(grant), grant.pull) == (("p1", "d0"), "10.0.0.2:3101")
+
+
+def test_a_leg_knows_where_its_sidecar_answers() -> None:
+    grant = granted(ticket(), replace(P0, sidecar_url="http://p0:9"), D0)
+    assert grant.prefill is not None
+    assert (grant.prefill.control_url, grant.decode.control_url) == ("http://p0:9", "http://d0")
 
 
 def test_unhooked_shards_serve_mixed_only() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -15,24 +14,27 @@ import structlog
 import uvicorn
 
 from orchestrator.errors import ConfigError, OrchestratorError, ShardError
-from tgi_patches.contract import PARENT_VARIABLE, ContractError, ShardSpec
+from tgi_patches.contract import ContractError, ShardSpec
+
+from .process import die_with_parent, log_to_stderr, pin
+from .ranks.cores import cores_of
 
 if TYPE_CHECKING:
     from .server import ShardServer
 
-_PR_SET_PDEATHSIG = 1
 _SHUTDOWN_GRACE_S = 1
 
 log = structlog.get_logger(__name__)
 
 
 def main() -> int:
-    _log_to_stderr()
-    _die_with_parent()
+    log_to_stderr()
+    die_with_parent(signal.SIGTERM)
     try:
         spec = ShardSpec.from_env(os.environ)
         if spec.cpus:
-            _pin(spec.cpus)
+            # TGI's ranks are all children of this process, and get what it has.
+            pin(cores_of(spec.cpus, 1 if spec.tgi_python else spec.tensor_parallel, rank=0))
         listener = _listen(spec)
         return asyncio.run(_serve(spec, listener))
     except (OrchestratorError, ContractError) as error:
@@ -43,9 +45,11 @@ def main() -> int:
 
 
 async def _serve(spec: ShardSpec, listener: socket.socket) -> int:
+    from orchestrator.embedded.pulls import pulling
+
     from .server import create_app
 
-    async with _opened(spec) as server:
+    async with _opened(spec) as server, pulling(spec, server, os.environ):
         config = uvicorn.Config(
             create_app(server),
             log_config=None,
@@ -73,6 +77,10 @@ def _opened(spec: ShardSpec) -> AbstractAsyncContextManager[ShardServer]:
                 f"Driving TGI's server needs the package {error.name}: install tgi-orchestrator[shard,tgi]."
             ) from error
         return opened_tgi(spec)
+    if spec.tensor_parallel > 1:
+        from .ranks.assemble import opened as opened_ranks
+
+        return opened_ranks(spec)
     from .assemble import opened
 
     return opened(spec)
@@ -98,33 +106,6 @@ def _listen(spec: ShardSpec) -> socket.socket:
             f"Shard {spec.shard} cannot listen on {spec.host}:{spec.port}: {error.strerror}."
         ) from None
     return listener
-
-
-def _pin(cpus: tuple[int, ...]) -> None:
-    try:
-        os.sched_setaffinity(0, cpus)
-    except OSError:
-        raise ConfigError(f"The CPU cores {', '.join(map(str, cpus))} are not all usable here.") from None
-
-
-def _die_with_parent() -> None:
-    """Ask Linux for a SIGTERM when the orchestrator dies, however it dies, and see that it still lives."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is not None and int(parent) != os.getppid():
-        sys.exit("The orchestrator that started this shard is gone.")
-
-
-def _log_to_stderr() -> None:
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 if __name__ == "__main__":

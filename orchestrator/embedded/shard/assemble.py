@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
@@ -32,6 +33,7 @@ from .blocks import BlockAllocator, PrefixAllocator
 from .loading import Loaded, load, rope_of, tokenizer_hash
 from .loop import Budgets, Loop
 from .model import TransformersModel
+from .seam import ShardModel
 from .server import ShardServer
 from .service import Service
 
@@ -59,13 +61,13 @@ async def opened(spec: ShardSpec) -> AsyncIterator[ShardServer]:
     """The shard of `spec`, warmed up; closed at the end."""
     shard = assemble(spec)
     try:
-        await _warm_up(shard.server, spec)
+        await warm_up(shard.server, spec)
         yield shard.server
     finally:
         shard.close()
 
 
-async def _warm_up(server: ShardServer, spec: ShardSpec) -> None:
+async def warm_up(server: ShardServer, spec: ShardSpec) -> None:
     """The first step of a model shows what its config does not: refuse it here, in a sentence."""
     try:
         await server.warmup()
@@ -74,34 +76,64 @@ async def _warm_up(server: ShardServer, spec: ShardSpec) -> None:
 
 
 def assemble(spec: ShardSpec) -> Shard:
-    """Load the model and open the arena; ConfigError in one sentence for what cannot work."""
+    """Load the model and open the arena; ConfigError in one sentence for what cannot work.
+
+    For a shard of one process; `ranks.assemble` does it for more.
+    """
+    assert spec.tensor_parallel == 1
+    loaded = load_checked(spec)
+    epoch = new_epoch()
+    fingerprint = fingerprint_of(spec, loaded)
+    bridge = open_bridge(spec, epoch, fingerprint)
+    pool = make_pool(spec, loaded)
+    status = Status(spec, epoch, fingerprint, loaded, bridge, pool)
+    sidecar = Sidecar(status, bridge, keep_s=spec.record_ttl_s)
+    relay = Relay(
+        bridge,
+        published=sidecar.published,
+        failed=sidecar.failed,
+        warn=log.warning,
+        kv_heads=loaded.kv_heads,
+    )
+    threads = len(spec.cpus) or len(os.sched_getaffinity(0))
+    model = TransformersModel(loaded, pool, relay, threads=threads, chunk_tokens=chunk_tokens(spec))
+    status.relay, status.exports = relay, relay.exports
+    return Shard(make_server(spec, model, pool, loaded.tokenizer, status, sidecar), model, bridge)
+
+
+def load_checked(spec: ShardSpec) -> Loaded:
+    """The model of `spec`, as long as its limits ask for."""
     loaded = load(Path(spec.model), spec.dtype)
     if spec.max_total_tokens > loaded.max_position:
         raise ConfigError(
             f"max_total_tokens ({spec.max_total_tokens}) is over the model's {loaded.max_position} positions."
         )
-    epoch = new_epoch()
-    fingerprint = _fingerprint(spec, loaded)
-    bridge = _open_bridge(spec, epoch, fingerprint)
-    pool = _pool(spec, loaded)
-    status = _Status(spec, epoch, fingerprint, loaded, bridge, pool)
-    sidecar = Sidecar(status, bridge, keep_s=spec.record_ttl_s)
-    relay = Relay(bridge, published=sidecar.published, failed=sidecar.failed, warn=log.warning)
-    threads = len(spec.cpus) or len(os.sched_getaffinity(0))
-    chunk_tokens = spec.max_batch_prefill_tokens if spec.chunked_prefill else 0
-    model = TransformersModel(loaded, pool, relay, threads=threads, chunk_tokens=chunk_tokens)
+    return loaded
+
+
+def chunk_tokens(spec: ShardSpec) -> int:
+    return spec.max_batch_prefill_tokens if spec.chunked_prefill else 0
+
+
+def make_server(
+    spec: ShardSpec, model: ShardModel, pool: KVPool, tokenizer: Any, status: Status, sidecar: Sidecar
+) -> ShardServer:
+    """HTTP surface and loop around a model."""
     allocator = PrefixAllocator if spec.prefix_caching else BlockAllocator
-    loop = Loop(model, allocator(pool.blocks, BLOCK_TOKENS), _budgets(spec))
-    status.loop, status.relay = loop, relay
-    service = Service(tokenizer=loaded.tokenizer, loop=loop, limits=status.limits)
-    return Shard(ShardServer(service, sidecar, _info(spec)), model, bridge)
+    status.loop = Loop(model, allocator(pool.blocks, BLOCK_TOKENS), _budgets(spec))
+    service = Service(tokenizer=tokenizer, loop=status.loop, limits=status.limits)
+    return ShardServer(service, sidecar, _info(spec))
 
 
-class _Status:
-    """Builds the sidecar's `status`; `loop` and `relay` are set once they exist."""
+class Status:
+    """Builds the sidecar's `status`, of all ranks together; the attributes are set once they exist.
+
+    `loaded` is the whole model, `bridge` the arena of one of the ranks, which are all alike.
+    """
 
     loop: Loop
     relay: Relay
+    exports: Mapping[str, int]
 
     def __init__(
         self,
@@ -125,6 +157,7 @@ class _Status:
         )
 
     def __call__(self) -> StatusReply:
+        ranks = self._spec.tensor_parallel
         return StatusReply(
             protocol=PROTOCOL_VERSION,
             deployment=self._spec.deployment,
@@ -135,14 +168,16 @@ class _Status:
             limits=self.limits,
             kv_tokens=self._kv_tokens,
             slots=self._spec.max_concurrent_requests,
-            ring_bytes=self._bridge.ring_bytes,
-            record_limit_bytes=self._bridge.record_limit_bytes,
+            ring_bytes=ranks * self._bridge.ring_bytes,
+            record_limit_bytes=ranks * self._bridge.record_limit_bytes,
             bytes_per_token=self._bytes_per_token,
             running=self.loop.running,
             waiting=self.loop.waiting,
             kv_tokens_used=self.loop.kv_tokens_used,
-            exports=dict(self.relay.exports),
+            exports=dict(self.exports),
             imports=dict(self.relay.imports),
+            imported_tokens=self.relay.imported_tokens,
+            recomputed_tokens=self.relay.recomputed_tokens,
         )
 
 
@@ -155,23 +190,25 @@ def _budgets(spec: ShardSpec) -> Budgets:
     )
 
 
-def _open_bridge(spec: ShardSpec, epoch: int, fingerprint: Fingerprint) -> ArenaBridge:
+def open_bridge(spec: ShardSpec, epoch: int, fingerprint: Fingerprint, rank: int = 0) -> ArenaBridge:
+    """The arena of one rank; they share the bytes of the ring."""
     try:
         return ArenaBridge(
             Path(spec.arena_dir),
             spec.deployment,
             spec.shard,
-            rank=0,
+            rank=rank,
             epoch=epoch,
             fingerprint=fingerprint,
-            arena_bytes=spec.arena_bytes,
+            arena_bytes=spec.arena_bytes // spec.tensor_parallel,
             record_ttl_s=spec.record_ttl_s,
         )
     except ArenaError as error:
         raise ConfigError(str(error)) from error
 
 
-def _pool(spec: ShardSpec, loaded: Loaded) -> KVPool:
+def make_pool(spec: ShardSpec, loaded: Loaded) -> KVPool:
+    """With the KV heads of `loaded`, which may be a rank's part."""
     tokens = spec.kv_pool_tokens or _DEFAULT_POOL_PROMPTS * spec.max_total_tokens
     if tokens < spec.max_total_tokens:
         raise ConfigError(
@@ -192,7 +229,8 @@ def _pool(spec: ShardSpec, loaded: Loaded) -> KVPool:
         raise ConfigError(f"A KV pool of {tokens} tokens needs {size_mb} MB, more than is free.") from None
 
 
-def _fingerprint(spec: ShardSpec, loaded: Loaded) -> Fingerprint:
+def fingerprint_of(spec: ShardSpec, loaded: Loaded) -> Fingerprint:
+    """`loaded` is the whole model."""
     folder = Path(spec.model)
     return Fingerprint(
         model=spec.model_name,
@@ -206,6 +244,7 @@ def _fingerprint(spec: ShardSpec, loaded: Loaded) -> Fingerprint:
         head_dim=loaded.head_dim,
         rope=rope_of(folder),
         block_size=BLOCK_TOKENS,
+        tensor_parallel=spec.tensor_parallel,
     )
 
 

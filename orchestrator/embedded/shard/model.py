@@ -16,7 +16,10 @@ from torch import Tensor
 
 from tgi_patches.bridge import FirstToken
 from tgi_patches.contract import GetTag, PutTag, parse_tag
+from tgi_patches.heads import Share
+from tgi_patches.kv import Inbox
 from tgi_patches.kv.in_place import PoolBytes
+from tgi_patches.kv.staged import StagedPool
 from tgi_patches.relay import Outgoing, Relay
 
 from .attention import Abandoned, KVPool, consecutive_start
@@ -55,6 +58,7 @@ class TransformersModel:
         self._pool = pool
         self._relay = relay
         self._pool_bytes = PoolBytes(pool.layers)
+        self._staged = StagedPool(pool.layers, heads_first=False)
         self._chunk_tokens = chunk_tokens
         self._batches: dict[int, list[Row]] = {}
         self._ids = count(1)
@@ -197,10 +201,15 @@ class TransformersModel:
         assert self._relay is not None
         prompt = row.request.input_ids
         slots = row.request.slots[: len(prompt)]
-        inbox = self._pool_bytes.inbox
-        row.imported, row.import_result = self._relay.get(tag, prompt, lambda _: inbox(slots))
+        row.imported, row.import_result = self._relay.get(
+            tag, prompt, lambda share: self._inbox(slots, share)
+        )
         if row.imported is not None:
             row.kv_tokens = len(prompt) - 1  # the last token is redone: it rebuilds all text state
+
+    def _inbox(self, slots: Sequence[int], share: Share) -> Inbox:
+        """A record of a shard that splits the model as this one does is read in place."""
+        return self._pool_bytes.inbox(slots) if share.whole else self._staged.inbox(slots, share=share)
 
     def _choose(self, rows: list[Row], logits: Tensor) -> list[Generation]:
         logits = self._processed(rows, logits)

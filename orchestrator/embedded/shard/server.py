@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 from fastapi import FastAPI, Request, Response
@@ -19,7 +20,7 @@ from orchestrator.api import answers, sse
 from orchestrator.api.schemas import ChatRequest, CompletionRequest, GenerateBody, parse_body
 from orchestrator.core.validation import GenerateRequest, invalid
 from orchestrator.errors import GatewayError, GenerationFailed, ShardError, TooLarge
-from tgi_patches.contract import checked_handle
+from tgi_patches.contract import PullRequest, checked_handle
 from tgi_patches.sidecar import Sidecar
 
 from . import wire
@@ -27,6 +28,9 @@ from .completions import Completions
 from .loop import Timing
 from .metrics import exposition
 from .service import Prepared, Service
+
+if TYPE_CHECKING:
+    from orchestrator.embedded.pulls import Pulls
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -50,6 +54,8 @@ class ShardServer:
         self.service = service
         self.sidecar = sidecar
         self.run = run or service.loop.run
+        self.pulls: Pulls | None = None
+        """Its links to other hosts; None for a shard without any."""
         self.failure: BaseException | None = None
         """Why the shard can serve no more."""
         self._info = info
@@ -179,7 +185,8 @@ class ShardServer:
         return Response(exposition(self.sidecar.status()), media_type="text/plain; version=0.0.4")
 
     async def kv_status(self, _: Request) -> Response:
-        return JSONResponse(self.sidecar.status().to_dict())
+        status = self.sidecar.status()
+        return JSONResponse((self.pulls.told(status) if self.pulls else status).to_dict())
 
     async def kv_wait(self, request: Request) -> Response:
         try:
@@ -188,6 +195,17 @@ class ShardServer:
         except ValueError as error:
             raise invalid(str(error)) from None
         reply = await self.sidecar.wait(handle, min(max(timeout_s, 0.0), _WAIT_LIMIT_S))
+        return JSONResponse(reply.to_dict())
+
+    async def kv_pull(self, request: Request) -> Response:
+        puller = self.pulls.puller if self.pulls else None
+        if puller is None:
+            raise HTTPException(404, "This shard fetches no records from other hosts.")
+        try:
+            asked = PullRequest.from_dict(json.loads(await self._body(request)))
+        except ValueError as error:
+            raise invalid(str(error)) from None
+        reply = await _unless_left(request, puller.pull(asked))
         return JSONResponse(reply.to_dict())
 
     async def _body(self, request: Request) -> bytes:
@@ -219,6 +237,7 @@ def create_app(server: ShardServer) -> FastAPI:
         "/v1/completions": server.completions,
         "/tokenize": server.tokenize,
         "/chat_tokenize": server.chat_tokenize,
+        "/kv/pull": server.kv_pull,
     }
     gets: dict[str, Handler] = {
         "/info": server.info,

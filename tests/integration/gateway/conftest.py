@@ -137,13 +137,14 @@ def house_of() -> HouseOf:
     async def build(
         *,
         deadlines: Deadlines | None = None,
+        key: bytes = b"",
         roles: tuple[Role, Role] = (Role.PREFILL, Role.DECODE),
         **settings: Any,
     ) -> AsyncIterator[House]:
         prefill, decode = (FakeShard(f"{role}-{i}", role, limits=LIMITS) for i, role in enumerate(roles))
         queue = CountingQueue()
         chosen = dataclasses.replace(GatewaySettings(limits=LIMITS, model_name="served/model"), **settings)
-        app = create_app(chosen, queue=queue, shards=ShardClient(deadlines))
+        app = create_app(chosen, queue=queue, shards=ShardClient(deadlines, key=key))
         servers = [InLoopServer(shard, lifespan="off") for shard in (prefill, decode)]
         prefill.url, decode.url = (server.url for server in servers)
         gateway = InLoopServer(app, lifespan="on")

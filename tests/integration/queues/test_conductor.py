@@ -5,79 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from orchestrator.conductor import Conductor
-from orchestrator.core.shard import Rules
 from orchestrator.core.ticket import Completion, Grant, Outcome
-from orchestrator.errors import ConfigError, ShardError, Unavailable
-from orchestrator.queues import GatewayQueue, Timings
+from orchestrator.errors import ConfigError, Unavailable
+from orchestrator.queues import GatewayQueue
 from orchestrator.shards.launcher import FakeLauncher
-from orchestrator.shards.supervisor import Pace
-from tgi_patches.contract import Role, ShardSpec, StatusReply
 
-World = Any
-Until = Any
-
-PACE = Pace(poll_s=0.02, probe_deadline_s=1.0, grace_s=1.0, drain_s=0.2)
-RULES = Rules(backoff_first_s=0.01, backoff_most_s=0.05)
-PATIENT = Timings(heartbeat_s=0.05, lease_s=9, own_decision_s=60, deadline_s=2, block_s=0.1, settle_s=0)
-"""A gateway that leaves everything to the conductor."""
-SPECS = [
-    ShardSpec("test", "p0", Role.PREFILL, "model", "model"),
-    ShardSpec("test", "d0", Role.DECODE, "model", "model"),
-]
-
-
-class Fleet:
-    """Answers status polls for a fake launcher: the epoch is the number of the launch."""
-
-    def __init__(self, world: World) -> None:
-        self.launcher = FakeLauncher()
-        self.mute: set[str] = set()
-        self._world = world
-
-    async def probe(self, url: str) -> StatusReply:
-        shard, _, launch = url.removeprefix("http://").partition("/")
-        if shard in self.mute:
-            raise ShardError("mute")
-        role = Role.PREFILL if shard.startswith("p") else Role.DECODE
-        status: StatusReply = self._world.shards.status(shard, role, int(launch))
-        return status
-
-
-@asynccontextmanager
-async def running(world: World, fleet: Fleet, name: str = "c", **options: Any) -> AsyncIterator[Conductor]:
-    queue = await world.conductor(name)
-    settings = {"rules": RULES, "pace": PACE} | options
-    conductor = Conductor(queue, fleet.launcher, SPECS, fleet.probe, **settings)
-    task = asyncio.create_task(conductor.run())
-    try:
-        yield conductor
-    finally:
-        conductor.stop()
-        await asyncio.wait_for(task, 20)
-        await queue.aclose()
+from .fleet import PACE, PATIENT, RULES, SPECS, Fleet, Until, World, gone, knows, ready_gateway, running
 
 
 @pytest.fixture
 def fleet(world: World) -> Fleet:
     return Fleet(world)
-
-
-def knows(queue: GatewayQueue, **states: str) -> Callable[[], bool]:
-    return lambda: {view.shard: view.state for view in queue.shards()} == states
-
-
-async def ready_gateway(world: World, until: Until, name: str = "g", **options: Any) -> GatewayQueue:
-    queue: GatewayQueue = await world.gateway(name, **options)
-    await until(knows(queue, p0="ready", d0="ready"))
-    return queue
 
 
 async def test_shards_come_up_and_a_request_is_granted_by_the_conductor(
@@ -134,7 +78,7 @@ async def test_a_shard_that_exits_is_dead_at_once_and_comes_back_with_a_new_epoc
         await queue.submit(ticket)
         fleet.mute.add("d0")
         fleet.launcher.crash("d0")
-        await until(lambda: _gone(world, "d0.1|kv"))
+        await until(lambda: gone(world, "d0.1|kv"))
         assert (await world.redis.hget(world.keys.shard("d0"), "state")) in ("dead", "starting")
         # Its own request ends with an error; what it held on the other shard comes back.
         await queue.complete(Completion(ticket.handle, Outcome.FAILED))
@@ -144,10 +88,6 @@ async def test_a_shard_that_exits_is_dead_at_once_and_comes_back_with_a_new_epoc
         await until(knows(queue, p0="ready", d0="ready"))
         grant = await queue.submit(world.shards.ticket(queue))
         assert (grant.decode.shard, grant.decode.epoch) == ("d0", 2)
-
-
-async def _gone(world: World, name: str) -> bool:
-    return name not in await world.reserved()
 
 
 async def test_a_shard_that_misses_polls_gets_nothing_new_until_it_answers(

@@ -1,0 +1,58 @@
+"""The deployment's key: which one holds, and a file for one of our own.  It is never shown anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestrator.config import KEY_VARIABLES
+from orchestrator.deployment.state import StateFolder
+from orchestrator.errors import ConfigError
+from orchestrator.settings import Settings
+from tgi_patches.contract import KEY_FILE_VARIABLE
+from tgi_patches.key import key_from
+
+KEY_FILE = "key"
+KEY_BYTES = 32
+
+
+def key_env(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
+    """How a child process finds the key: `key_file` of the settings, else what `env` names; or nothing.
+
+    Raises ContractError for a key that cannot be used.
+    """
+    if settings.key_file is not None:
+        found = {KEY_FILE_VARIABLE: str(settings.key_file)}
+    else:
+        found = {name: env[name] for name in KEY_VARIABLES if env.get(name)}
+    key_from(found)
+    return found
+
+
+def minted(folder: StateFolder) -> dict[str, str]:
+    """The same, with a key that stands in the state folder from the first time on.
+
+    The caller holds the folder's lock.
+    """
+    path = folder.path / KEY_FILE
+    if not path.exists():
+        try:
+            _write(path)
+        except OSError as error:
+            raise ConfigError(f"The key file {path} cannot be written: {error.strerror}.") from None
+    found = {KEY_FILE_VARIABLE: str(path)}
+    key_from(found)
+    return found
+
+
+def _write(path: Path) -> None:
+    """In one step, readable by its owner only."""
+    fresh = path.with_suffix(".new")
+    with contextlib.suppress(FileNotFoundError):
+        fresh.unlink()
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(KEY_BYTES) + "\n")
+    fresh.replace(path)
