@@ -247,8 +247,6 @@ class Settings(Section):
             for key in ("gpus", "image", "args", "env"):
                 if getattr(section, key):
                     raise ValueError(f"shards.{role}.{key} needs containers; the launcher 'process' has none")
-            if section.tp != 1 and self.tgi.python is not None:
-                raise ValueError(f"shards.{role}.tp is the embedded engine's; TGI's server runs as one rank")
         for key in ("ttft_ms", "tpot_ms"):
             if getattr(self.slo, key) is not None:
                 raise ValueError(f"slo.{key} is read by no policy of this version")

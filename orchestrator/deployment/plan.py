@@ -229,7 +229,8 @@ def _check_ranks(settings: Settings, shape: ModelShape, dtype: str) -> None:
         ranks = getattr(settings.shards, role.value).tp
         if ranks > 1 and dtype == "int8":
             raise ConfigError(f"shards.{role}.tp is {ranks}, but int8 weights cannot be split over ranks.")
-        if shape.kv_heads % ranks:
+        copied = shape.kv_heads == 1 and settings.tgi.python is not None
+        if shape.kv_heads % ranks and not copied:
             raise ConfigError(
                 f"shards.{role}.tp is {ranks}, but the model's {shape.kv_heads} KV heads "
                 f"cannot be split over {ranks} ranks."

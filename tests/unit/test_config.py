@@ -148,7 +148,6 @@ def test_an_empty_section_or_file_means_the_defaults(write: Write) -> None:
         ("shards: {prefill: {gpus: [GPU-1]}}", "shards.prefill.gpus needs containers"),
         ("shards: {mixed: {env: {A: b}}}", "shards.mixed.env needs containers"),
         ("slo: {ttft_ms: 500}", "slo.ttft_ms is read by no policy"),
-        ("{shards: {decode: {tp: 2}}, tgi: {python: /p}}", "shards.decode.tp is the embedded engine's"),
         ("shards: {decode: {tp: 0}}", "shards.decode.tp is 0"),
         ("launcher: docker", "launcher is 'docker'"),
         ("deployment: a/b", "deployment is 'a/b'"),

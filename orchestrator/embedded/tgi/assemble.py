@@ -175,9 +175,7 @@ def _server(
     records = overlay.records(status.fingerprint)
     stack.callback(records.close)
     sidecar = Sidecar(status, records, keep_s=spec.record_ttl_s)
-    mailbox = overlay.mailbox(sidecar.published, sidecar.failed)
-    mailbox.open()
-    stack.callback(mailbox.close)
+    stack.enter_context(overlay.listening(sidecar, records))
 
     async def run() -> None:
         await process.while_running(loop.run())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.core.kv_bytes import ModelShape, bytes_per_token
 from orchestrator.embedded.shard.loop import Loop
 from orchestrator.embedded.shard.seam import ModelInfo
-from tgi_patches.contract import PROTOCOL_VERSION, Fingerprint, Limits, ShardSpec, StatusReply
-from tgi_patches.report import Report
+from tgi_patches.contract import Fingerprint, Limits, ShardSpec, StatusReply
+from tgi_patches.sidecar.describe import Reach, RouterView, status_of, unhooked
 
 from .model import TgiModel
-from .overlay import Overlay, unhooked
+from .overlay import Overlay
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +39,26 @@ class Status:
         self._engine = engine
         self._overlay = overlay
         self._loop = loop
-        report = overlay.report()
-        self.note = unhooked(report)
-        self.model_class = report.model_class if report is not None else ""
-        told = report.fingerprint if report is not None and not self.note else None
-        self.fingerprint = told or _own_fingerprint(engine)
+        reports = overlay.reports()
+        self.note = unhooked(engine.spec, engine.epoch, reports)
+        self.model_class = next((report.model_class for report in reports if report), "")
+        self.fingerprint = overlay.reports.fingerprint() or _own_fingerprint(engine)
 
     def __call__(self) -> StatusReply:
-        spec, report = self._engine.spec, self._overlay.report()
-        note = self.note or unhooked(report)
-        records = report if report is not None and not note else None
-        return StatusReply(
-            protocol=PROTOCOL_VERSION,
-            deployment=spec.deployment,
-            shard=spec.shard,
-            role=spec.role,
-            epoch=self._engine.epoch,
+        engine, loop = self._engine, self._loop
+        front = RouterView("", engine.limits, loop.running, loop.waiting, loop.kv_tokens_used)
+        told = status_of(engine.spec, engine.epoch, self._overlay.reports(), front, Reach(arena_id=""))
+        note = self.note or told.note
+        return replace(
+            told,
             fingerprint=self.fingerprint,
-            limits=self._engine.limits,
-            kv_tokens=self._engine.kv_tokens,
-            slots=spec.max_concurrent_requests,
-            ring_bytes=records.ring_bytes if records else 0,
-            record_limit_bytes=records.record_limit_bytes if records else 0,
-            bytes_per_token=self._bytes_per_token(records),
-            running=self._loop.running,
-            waiting=self._loop.waiting,
-            kv_tokens_used=self._loop.kv_tokens_used,
-            exports=dict(report.exports) if report else {},
-            imports=dict(report.imports) if report else {},
+            kv_tokens=engine.kv_tokens,
+            bytes_per_token=told.bytes_per_token or bytes_per_token(engine.shape, engine.spec.dtype),
+            ring_bytes=0 if note else told.ring_bytes,
+            record_limit_bytes=0 if note else told.record_limit_bytes,
             hooked=not note,
             note=note,
         )
-
-    def _bytes_per_token(self, report: Report | None) -> int:
-        told = report.bytes_per_token if report else 0
-        return told or bytes_per_token(self._engine.shape, self._engine.spec.dtype)
 
 
 def _own_fingerprint(engine: Engine) -> Fingerprint:
@@ -90,4 +75,5 @@ def _own_fingerprint(engine: Engine) -> Fingerprint:
         head_dim=shape.head_dim,
         attention=engine.info.attention,
         block_size=engine.info.block_size,
+        tensor_parallel=spec.tensor_parallel,
     )

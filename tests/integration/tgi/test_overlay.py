@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.embedded.tgi.overlay import NO_OVERLAY, NOT_ARMED, Overlay, unhooked
+from orchestrator.embedded.tgi.overlay import Overlay
 from orchestrator.errors import ConfigError
 from tgi_patches.bridge import FirstToken
 from tgi_patches.bridge.arena import ArenaBridge
@@ -62,42 +62,33 @@ def written(spec: ShardSpec, report: Report) -> Path:
 
 
 def test_the_newest_report_is_read(spec: ShardSpec, overlay: Overlay) -> None:
-    assert overlay.report() is None
+    assert overlay.reports() == [None]
     written(spec, REPORT)
-    assert overlay.report() == REPORT
+    assert overlay.reports() == [REPORT]
     written(spec, replace(REPORT, imports={"hit": 3}))
-    report = overlay.report()
+    (report,) = overlay.reports()
     assert report is not None
     assert report.imports == {"hit": 3}
 
 
-@pytest.mark.parametrize("changes", [{"epoch": EPOCH - 1}, {"shard": "prefill-1"}])
-def test_a_report_of_another_incarnation_is_none(
+@pytest.mark.parametrize("changes", [{"epoch": EPOCH - 1}, {"shard": "prefill-1"}, {"armed": False}])
+def test_only_an_armed_server_of_this_incarnation_has_a_fingerprint(
     spec: ShardSpec, overlay: Overlay, changes: dict[str, Any]
 ) -> None:
+    written(spec, REPORT)
+    assert overlay.reports.fingerprint() == FINGERPRINT
     written(spec, replace(REPORT, **changes))
-    assert overlay.report() is None
-
-
-@pytest.mark.parametrize(
-    ("report", "why"),
-    [
-        (REPORT, ""),
-        (None, NO_OVERLAY),
-        (replace(REPORT, hooked=False, note="It is another TGI."), "It is another TGI."),
-        (replace(REPORT, hooked=False), NO_OVERLAY),
-        (replace(REPORT, armed=False), NOT_ARMED),
-        (replace(REPORT, fingerprint=None), NOT_ARMED),
-    ],
-)
-def test_records_flow_only_in_an_armed_overlay(report: Report | None, why: str) -> None:
-    assert unhooked(report) == why
+    assert overlay.reports.fingerprint() is None
 
 
 def test_what_the_server_wrote_is_removed_after_it(spec: ShardSpec, overlay: Overlay) -> None:
+    """By all ranks, the page on which they meet included."""
+    ranks = Overlay(replace(spec, tensor_parallel=2), EPOCH)
     folder = written(spec, REPORT).parent
-    overlay.remove()
-    overlay.remove()
+    for name in ("prefill-0.1.report", "prefill-0.0.mailbox", "prefill-0.1.mailbox", "prefill-0.ballot"):
+        (folder / name).touch()
+    ranks.remove()
+    ranks.remove()
     assert list(folder.iterdir()) == []
 
 
@@ -120,20 +111,19 @@ async def test_a_record_of_the_server_is_found_as_soon_as_it_says_so(
     mail = Mailbox(mailbox_path(directory, "test", "prefill-0", 0))
     records = overlay.records(FINGERPRINT)
     sidecar = Sidecar(lambda: pytest.fail("no status is asked for"), records, keep_s=60.0)
-    box = overlay.mailbox(sidecar.published, sidecar.failed)
-    box.open()
     handle, other = new_handle(), new_handle()
-    waiting = [asyncio.create_task(sidecar.wait(name, 30.0)) for name in (handle, other)]
-    await asyncio.sleep(0)  # both have begun
-    assert sidecar.waiting == 2
     planes = [[memoryview(bytes(range(16)))], [memoryview(bytes(range(16, 32)))]]
-    server.export(handle, (5, 6), FirstToken(9, -0.5), True, planes)
-    mail.published(handle)
-    mail.failed(other, MissReason.LAYOUT)
-    found, lost = await asyncio.gather(*waiting)
+    with overlay.listening(sidecar, records):
+        waiting = [asyncio.create_task(sidecar.wait(name, 30.0)) for name in (handle, other)]
+        await asyncio.sleep(0)  # both have begun
+        assert sidecar.waiting == 2
+        server.export(handle, (5, 6), FirstToken(9, -0.5), True, planes)
+        mail.published(handle)
+        mail.failed(other, MissReason.LAYOUT)
+        found, lost = await asyncio.gather(*waiting)
     assert (found.found, found.first_token_id, found.ended, found.prompt_tokens) == (True, 9, True, 2)
     assert (lost.found, lost.reason) == (False, "layout")
-    for opened in (box, mail, records, server):
+    for opened in (mail, records, server):
         opened.close()
 
 

@@ -129,7 +129,8 @@ async def test_a_regular_expression_is_passed_on_and_other_grammars_are_refused(
 async def test_a_server_without_the_overlay_serves_mixed_only(order: Any) -> None:
     async with opened(order()) as server, client_of(server) as client:
         status = await status_of(client)
-        assert (status.hooked, status.note) == (False, "TGI's server runs without the overlay.")
+        assert not status.hooked
+        assert status.note.endswith("it is starting, or runs without the overlay.")
         assert (status.ring_bytes, status.record_limit_bytes) == (0, 0)
         assert status.kv_tokens == 4 * 120  # four of the longest requests, on a CPU
         assert status.bytes_per_token == 2 * 2 * 2 * 16 * 4
