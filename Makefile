@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 BOOTSTRAP := $(PYTHON) -I orchestrator/bootstrap.py
 SET_UP := test -x $(BIN)/tgi-orchestrator || { echo "Nothing is set up here: run make up first." >&2; exit 2; }
+# A file's tests stay together: they share what takes long to start.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 QUICK := not e2e and not slow and not docker and not gpu and not tgi
 
 .DEFAULT_GOAL := help
@@ -22,10 +24,11 @@ status: ## show what runs
 	@$(SET_UP) && exec $(BIN)/tgi-orchestrator status $(ARGS)
 
 test: lint ## lint, unit and integration tests; no root, no Docker, five minutes at most
-	@$(BIN)/pytest tests/unit tests/integration -m "$(QUICK)" $(ARGS)
+	@$(BIN)/pytest tests/unit tests/integration -m "$(QUICK)" $(PARALLEL) $(ARGS)
 
 test-all: lint ## everything, with the real model; skips what this machine cannot do
-	@$(BIN)/pytest tests $(ARGS)
+	@$(BIN)/pytest tests/unit tests/integration $(PARALLEL) $(ARGS)
+	@$(BIN)/pytest tests --ignore tests/unit --ignore tests/integration $(ARGS)
 
 lint: ## ruff, mypy and the import contracts
 	@$(BOOTSTRAP) test

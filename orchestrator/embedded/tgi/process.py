@@ -34,6 +34,8 @@ POLL_S = 0.05
 STOP_GRACE_S = 2.0
 """Less than a launcher gives the shard itself."""
 LAST_WORDS_S = 2.0
+NOTICE_S = 1.0
+"""For work on a server to notice by itself that the server is gone."""
 BAD_INPUT = 2
 _LAST_LINES = 3
 _LINE_CHARS = 300
@@ -72,6 +74,8 @@ class TgiProcess:
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():  # who waits for the server learns it from the connection, and tells others
+                await asyncio.wait([task], timeout=NOTICE_S)
             if task.done() and isinstance(task.exception(), ShardError):
                 await asyncio.wait([self._exit], timeout=LAST_WORDS_S)  # a server closes before it ends
             if self._exit.done() and not (task.done() and task.exception() is None):

@@ -93,13 +93,25 @@ async def router_port() -> AsyncIterator[int]:
     bodies = {"/health": "", "/info": json.dumps(INFO), "/metrics": METRICS}
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + bodies[head.split()[1].decode()].encode())
-        writer.close()
+        answering.add(asyncio.current_task())
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + bodies[head.split()[1].decode()].encode())
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # whoever asked was stopped
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
+    answering: set[asyncio.Task[None] | None] = set()
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
+    tasks = [task for task in answering if task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture
