@@ -1,9 +1,9 @@
 """How the ranks of one shard come to the same decision: a few words of shared memory, no collective.
 
 Ranks run the same requests in the same order, so the n-th question of each is the same one.  Every rank
-writes (round, yes) to a word of its own; rank 0 alone reads them and writes (round, verdict), which is
-what all return.  A rank that does not vote in time makes the verdict False; there is one verdict whatever
-happens, so no two ranks ever act on different ones.
+writes (round, number) to a word of its own; rank 0 alone reads them and writes (round, verdict), which is
+what all return: the number where all gave the same one in time, else 0.  The others wait for it however
+long that takes, as they would in the next collective: whoever gave up would act on a verdict of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tgi_patches.bridge import ArenaError
 
 VOTES_LIMIT_S = 10.0
 """How long rank 0 waits for the others, who run the same step at the same time."""
-VERDICT_LIMIT_S = 30.0
-"""And they for it; longer, so that a verdict is there before anybody gives up."""
 OPEN_LIMIT_S = 60.0
 
+NUMBER_BITS = 24
+"""Of a word; the rest counts rounds.  Numbers are tokens of a prompt."""
 _EPOCH, _VERDICT, _VOTES = 0, 1, 2
 _WORD_BYTES = 8
 _SPINS = 500
@@ -33,21 +33,11 @@ class Ballot:
     """One rank's side; `close` lets go of the memory.  One thread."""
 
     def __init__(
-        self,
-        path: Path,
-        epoch: int,
-        rank: int,
-        ranks: int,
-        *,
-        open_limit_s: float = OPEN_LIMIT_S,
-        votes_limit_s: float = VOTES_LIMIT_S,
-        verdict_limit_s: float = VERDICT_LIMIT_S,
+        self, path: Path, epoch: int, rank: int, ranks: int, *, open_limit_s: float = OPEN_LIMIT_S
     ) -> None:
         """Rank 0 makes the file, the others wait for that of the same epoch.  Raises ArenaError."""
         self._rank = rank
         self._ranks = ranks
-        self._votes_limit_s = votes_limit_s
-        self._verdict_limit_s = verdict_limit_s
         self._round = 0
         try:
             self._mmap = _made(path, epoch, ranks) if rank == 0 else _found(path, epoch, ranks, open_limit_s)
@@ -55,26 +45,27 @@ class Ballot:
             raise ArenaError(f"The ranks of a shard cannot meet in {path}: {error.strerror}.") from None
         self._words = memoryview(self._mmap).cast("Q")
 
-    def agree(self, yes: bool) -> bool:
-        """True on every rank if all said True in time, else False on every rank."""
+    def agree(self, number: int, votes_limit_s: float = VOTES_LIMIT_S) -> int:
+        """`number` on every rank if all gave it within rank 0's `votes_limit_s`, else 0 on every rank."""
         self._round += 1
+        own = self._round << NUMBER_BITS | min(number, (1 << NUMBER_BITS) - 1)
         if self._rank == 0:
-            verdict = yes & self._all_yes()
-            self._words[_VERDICT] = self._round << 1 | verdict
+            verdict = number if self._all_gave(own, votes_limit_s) else 0
+            self._words[_VERDICT] = self._round << NUMBER_BITS | verdict
             return verdict
-        self._words[_VOTES + self._rank] = self._round << 1 | yes
-        _until(lambda: self._words[_VERDICT] >> 1 >= self._round, self._verdict_limit_s)
-        return self._words[_VERDICT] == self._round << 1 | 1
+        self._words[_VOTES + self._rank] = own
+        _until(lambda: self._words[_VERDICT] >> NUMBER_BITS >= self._round, None)
+        return number if self._words[_VERDICT] == own else 0
 
     def close(self) -> None:
         self._words.release()
         with contextlib.suppress(BufferError):
             self._mmap.close()
 
-    def _all_yes(self) -> bool:
+    def _all_gave(self, own: int, limit_s: float) -> bool:
         votes = self._words[_VOTES + 1 : _VOTES + self._ranks]
-        _until(lambda: all(vote >> 1 >= self._round for vote in votes), self._votes_limit_s)
-        return all(vote == self._round << 1 | 1 for vote in votes)
+        _until(lambda: all(vote >> NUMBER_BITS >= self._round for vote in votes), limit_s)
+        return all(vote == own for vote in votes)
 
 
 def ballot_path(directory: Path, deployment: str, shard: str) -> Path:
@@ -82,10 +73,10 @@ def ballot_path(directory: Path, deployment: str, shard: str) -> Path:
     return directory / deployment / f"{shard}.ballot"
 
 
-def _until(happened: Callable[[], bool], limit_s: float) -> None:
-    end_s = time.monotonic() + limit_s
+def _until(happened: Callable[[], bool], limit_s: float | None) -> None:
+    end_s = None if limit_s is None else time.monotonic() + limit_s
     spins = 0
-    while not happened() and time.monotonic() < end_s:
+    while not happened() and (end_s is None or time.monotonic() < end_s):
         spins += 1
         time.sleep(0 if spins < _SPINS else _PAUSE_S)
 

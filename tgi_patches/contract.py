@@ -177,6 +177,16 @@ def parse_tag(value: str | None) -> Tag | None:
             raise ContractError("The KV handle in the adapter name is neither a put nor a get.")
 
 
+def checked_shard(name: str, *, pulls: bool) -> str:
+    """`name` if a shard may have it, else ContractError; `pulls` leaves room for the suffix of its copies."""
+    checked_part(name, "shard name")
+    if name.endswith(PULLED_SUFFIX):
+        raise ContractError(f"A shard's name must not end in {PULLED_SUFFIX!r}.")
+    if pulls:
+        checked_part(name + PULLED_SUFFIX, "name of a shard that pulls, with its suffix,")
+    return name
+
+
 def checked_handle(handle: str) -> str:
     """`handle` if it is 32 hexadecimal digits, else ContractError."""
     if not _HANDLE.fullmatch(handle):
@@ -318,11 +328,7 @@ class ShardSpec(Message):
         object.__setattr__(self, "role", Role(self.role))
         object.__setattr__(self, "cpus", tuple(self.cpus))
         checked_part(self.deployment, "deployment name")
-        checked_part(self.shard, "shard name")
-        if self.shard.endswith(PULLED_SUFFIX):
-            raise ContractError(f"A shard's name must not end in {PULLED_SUFFIX!r}.")
-        if self.pulled_bytes:
-            checked_part(self.shard + PULLED_SUFFIX, "name of a shard that pulls, with its suffix,")
+        checked_shard(self.shard, pulls=self.pulled_bytes > 0)
         if self.tensor_parallel < 1:
             raise ContractError(f"tensor_parallel must be at least 1, not {self.tensor_parallel}.")
         if not 0 < self.max_input_tokens < self.max_total_tokens:
@@ -330,6 +336,12 @@ class ShardSpec(Message):
                 f"max_input_tokens ({self.max_input_tokens}) must be below "
                 f"max_total_tokens ({self.max_total_tokens})."
             )
+
+    @property
+    def pull_host(self) -> str:
+        """Host of `pull_listen`, an IPv6 address in brackets; empty where that is every address, or none."""
+        host = self.pull_listen.rpartition(":")[0]
+        return "" if host.strip("[]") in ("", "0.0.0.0", "::") else host
 
     def to_env(self) -> dict[str, str]:
         return {SPEC_VARIABLE: json.dumps(self.to_dict())}
@@ -379,6 +391,8 @@ class StatusReply(Message):
     """Of the folder that its arenas are in: shards with the same one read each other's records."""
     pull_port: int = 0
     """Where other hosts pull its records, on the host that answers this; 0: nowhere."""
+    pull_host: str = ""
+    """Address at which other hosts pull, where it is not that of its URL."""
     pulls: bool = False
     """It can fetch records from other hosts."""
     relaunch: str = ""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 
 from tgi_patches.contract import KEY_FILE_VARIABLE, KEY_VARIABLE, ContractError
@@ -22,19 +23,40 @@ def key_from(env: Mapping[str, str]) -> bytes:
     Raises ContractError in one sentence, which never holds the key.
     """
     if path := env.get(KEY_FILE_VARIABLE):
-        try:
-            key = Path(path).read_bytes().strip()
-        except OSError as error:
-            raise ContractError(
-                f"The key file {path} ({KEY_FILE_VARIABLE}) cannot be read: {error.strerror}."
-            ) from None
-    else:
-        key = env.get(KEY_VARIABLE, "").strip().encode()
-        if not key:
-            return b""
-    if len(key) < KEY_MIN_BYTES:
-        raise ContractError(f"The deployment's key must have at least {KEY_MIN_BYTES} bytes.")
-    return key
+        return read_key(Path(path), KEY_FILE_VARIABLE)
+    key = env.get(KEY_VARIABLE, "").strip().encode()
+    return _long_enough(key) if key else b""
+
+
+def read_key(path: Path, named_by: str) -> bytes:
+    """The key in a file that the flag, setting or variable `named_by` names.
+
+    Raises ContractError in one sentence, which never holds the key.
+    """
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ContractError(f"The key file {path} ({named_by}) cannot be read: {error.strerror}.") from None
+    return _long_enough(key)
+
+
+def check_keyed(key: bytes, addresses: Iterable[tuple[str, int]], remedy: str) -> None:
+    """Whoever reaches an address of the network must not get at records without the deployment's key.
+
+    Raises ContractError for the first of `addresses` that other hosts reach where there is no key; `remedy`
+    ends its sentence.
+    """
+    for host, port in addresses:
+        if not key and not is_loopback(host):
+            raise ContractError(f"{host}:{port} can be reached from other hosts: {remedy}.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it; `host` without the brackets of IPv6."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def sign(key: bytes, *parts: str | bytes) -> str:
@@ -45,6 +67,12 @@ def sign(key: bytes, *parts: str | bytes) -> str:
 def signed(key: bytes, signature: str, *parts: str | bytes) -> bool:
     """True when `signature` is `sign(key, *parts)`; compared in constant time."""
     return hmac.compare_digest(sign(key, *parts).encode(), signature.encode(errors="replace"))
+
+
+def _long_enough(key: bytes) -> bytes:
+    if len(key) < KEY_MIN_BYTES:
+        raise ContractError(f"The deployment's key must have at least {KEY_MIN_BYTES} bytes.")
+    return key
 
 
 def _digest(key: bytes, parts: tuple[str | bytes, ...]) -> str:

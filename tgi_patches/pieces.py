@@ -12,7 +12,7 @@ from collections.abc import Sequence
 PIECE_TOKENS = 1024
 """TGI's DEFAULT_GENERATION_LENGTH (router/src/validation.rs)."""
 REMEMBERED_MAX = 16_384
-"""Get legs that began later than this many others ago are taken for new: minutes at any load."""
+"""Get legs of which so many others were seen later are taken for new: more than begin during one piece."""
 
 
 class Begun:
@@ -26,6 +26,7 @@ class Begun:
         """True when `handle` was seen before with another prompt; the first one is remembered."""
         prompt = hash(tuple(token_ids))
         first = self._prompts.setdefault(handle, prompt)
+        self._prompts.move_to_end(handle)
         if len(self._prompts) > self._most:
             self._prompts.popitem(last=False)
         return first != prompt

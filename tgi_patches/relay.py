@@ -67,8 +67,8 @@ class _Miss:
 class Relay:
     """One rank's use of the bridge, with its counters.
 
-    `kv_heads` are the model's, of all `ranks` together.  `agree` tells whether every rank says True; it is
-    called once for every get, whatever this rank says.
+    `kv_heads` are the model's, of all `ranks` together.  `agree` gives a number back that every rank gave,
+    and 0 where they gave different ones; it is called once for every get, whatever this rank has found.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Relay:
         kv_heads: int = 1,
         rank: int = 0,
         ranks: int = 1,
-        agree: Callable[[bool], bool] = bool,
+        agree: Callable[[int], int] = int,
     ) -> None:
         self._bridge = bridge
         self._kv_heads = kv_heads
@@ -97,15 +97,21 @@ class Relay:
         """Prompt tokens of get legs whose KV came from records."""
         self.recomputed_tokens = 0
         """Those that were left to compute."""
+        self._distrusted = ""
 
     @property
     def keeps(self) -> bool:
         """`keep` has a ring to write to."""
         return self._bridge.ring_bytes > 0
 
+    def distrust(self, why: str) -> None:
+        """Export nothing from now on: the cache may hold KV that was never computed."""
+        self._distrusted = why
+
     def put(self, tag: PutTag, token_ids: Sequence[int], outgoing: Callable[[], Outgoing]) -> None:
         """Publish the KV of the whole prompt and its first token."""
         try:
+            self._check_trusted()
             record = outgoing()
             content = content_ids(token_ids, tag.adapter)
             self._bridge.export(tag.handle, content, record.first, record.ended, record.planes)
@@ -137,6 +143,7 @@ class Relay:
             self._published(tag.handle)
 
         try:
+            self._check_trusted()
             content = content_ids(token_ids, tag.adapter)
             token, ended = first()
 
@@ -154,6 +161,10 @@ class Relay:
         self._count_export(tag.handle, reason, detail)
         self._failed(tag.handle, reason)
 
+    def _check_trusted(self) -> None:
+        if self._distrusted:
+            raise BridgeMiss(MissReason.ERROR, self._distrusted)
+
     def _count_export(self, handle: str, reason: MissReason, detail: str) -> None:
         self.exports[str(reason)] += 1
         self._warn("kv_export_failed", handle=handle, reason=str(reason), detail=detail)
@@ -161,6 +172,7 @@ class Relay:
     def keep(self, tag: GetTag, token_ids: Sequence[int], planes: Callable[[], Planes]) -> None:
         """Export what a long answer has reached to this shard's own ring, for `resume`."""
         try:
+            self._check_trusted()
             content = content_ids(token_ids, tag.adapter)
             self._bridge.export(tag.handle, content, FirstToken(token_ids[-1], 0.0), False, planes())
         except BridgeMiss as miss:
@@ -206,8 +218,10 @@ class Relay:
             found = _Miss(miss.reason, str(miss))
         except Exception as error:  # noqa: BLE001 - the shard must answer whatever the bridge does
             found = _Miss(MissReason.ERROR, repr(error))
-        if not self._agree(isinstance(found, Imported)) and isinstance(found, Imported):
-            found = _Miss(MissReason.RANKS, "another rank of this shard has no use of its part")
+        # The number, not only that there is one: ranks of other lengths would run other forwards.
+        offered = found.cached_tokens + 1 if isinstance(found, Imported) else 0
+        if self._agree(offered) != offered and isinstance(found, Imported):
+            found = _Miss(MissReason.RANKS, "another rank of this shard has another part, or none")
         if isinstance(found, _Miss):
             return None, self.not_got(tag, found.reason, found.detail, len(token_ids))
         self.imports[result] += 1

@@ -49,16 +49,12 @@ def failing(told: Path, how: str) -> Iterator[None]:
         told.unlink()
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["no prefix caching", "prefix caching"])
+@pytest.fixture(scope="module")
 def world(
-    request: pytest.FixtureRequest,
-    servers: Servers,
-    tiny: Path,
-    tgi_python: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    servers: Servers, tiny: Path, tgi_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     told = tmp_path_factory.mktemp("told") / "fail"
-    plan = ServerPlan(tiny, env={FAIL_VARIABLE: str(told), "PREFIX_CACHING": request.param})
+    plan = ServerPlan(tiny, env={FAIL_VARIABLE: str(told)})
     with arena_folder() as folder, member(servers, plan, "put", folder, arena_bytes=1 << 22) as started:
         yield World(started, told, tgi_python)
 
@@ -89,14 +85,22 @@ async def test_a_decode_without_memory_fails_its_batch_alone(world: World) -> No
     assert world.member.server.alive
 
 
-async def test_a_prefill_that_fails_with_prefix_caching_asks_for_a_relaunch(world: World) -> None:
+async def test_with_prefix_caching_a_failed_prefill_asks_for_a_relaunch_or_ends_the_server(
+    servers: Servers, tiny: Path, tgi_python: Path, tmp_path: Path
+) -> None:
     """TGI's router puts the prompt into its trie although nothing was computed."""
-    caching = world.member.server.plan.env["PREFIX_CACHING"] == "1"
-    async with world.model() as (model, slots):
-        with world.failing("device"), pytest.raises(GenerationFailed):
-            await answers(model, [ask(slots, 6)])
-    assert ("prefix caching" in world.member.report.relaunch) == caching
-    assert bool(world.member.report.relaunch) == caching
+    told = tmp_path / "fail"
+    plan = ServerPlan(tiny, env={FAIL_VARIABLE: str(told), "PREFIX_CACHING": "1"})
+    with arena_folder() as folder, member(servers, plan, "put", folder, arena_bytes=1 << 22) as started:
+        async with warm(started.server, tgi_python) as model:
+            slots = Slots(await model.info())
+            await answers(model, [ask(slots, 1)])
+            assert started.report.relaunch == ""
+            with failing(told, "input"), pytest.raises(GenerationFailed):
+                await answers(model, [ask(slots, 6)])
+            assert started.server.alive
+            assert "prefix caching" in started.report.relaunch
+        await fails_and_ends(started.server, tgi_python, told, "device")
 
 
 async def test_any_other_error_of_the_device_still_ends_the_server(

@@ -22,9 +22,12 @@ def test_a_prompt_that_was_cut_to_the_same_length_continues() -> None:
     assert begun.continues("a", [2, 3, 4])
 
 
-def test_the_oldest_are_forgotten() -> None:
+def test_those_that_were_not_seen_for_longest_are_forgotten() -> None:
+    """An answer of many pieces is remembered from piece to piece, however many others begin meanwhile."""
     begun = Begun(most=2)
-    for handle in "abc":
-        begun.continues(handle, [1])
+    begun.continues("long", [1])
+    for number, other in enumerate("abcdef"):
+        begun.continues(other, [1])
+        assert begun.continues("long", [1] * (number + 2))
+    assert begun.continues("f", [2])
     assert not begun.continues("a", [2])
-    assert begun.continues("c", [2])

@@ -336,10 +336,12 @@ def test_what_a_record_is_of_depends_on_the_adapter_and_fits_into_32_bits() -> N
 # --- ranks that decide together ---
 
 
-def agreeing(pair: Pair, verdict: bool, asked: list[bool]) -> Relay:
-    def agree(yes: bool) -> bool:
-        asked.append(yes)
-        return yes and verdict
+def agreeing(pair: Pair, agreed: bool, asked: list[int]) -> Relay:
+    """Where the other ranks have found the same (`agreed`), or something else."""
+
+    def agree(number: int) -> int:
+        asked.append(number)
+        return number if agreed else 0
 
     return Relay(
         pair.bridge("d2", 0),
@@ -352,16 +354,16 @@ def agreeing(pair: Pair, verdict: bool, asked: list[bool]) -> Relay:
 
 def test_what_another_rank_cannot_use_is_not_used(pair: Pair) -> None:
     put(pair.put)
-    asked: list[bool] = []
+    asked: list[int] = []
     relay = agreeing(pair, False, asked)
     assert get(relay, Box()) == (None, "ranks")
-    assert (relay.imports, asked) == ({"ranks": 1}, [True])
+    assert (relay.imports, asked) == ({"ranks": 1}, [3])
     assert (relay.imported_tokens, relay.recomputed_tokens) == (0, 3)
 
 
 @pytest.mark.parametrize("inbox_fails", [True, False])
 def test_a_rank_that_missed_says_so_once_and_keeps_its_own_reason(pair: Pair, inbox_fails: bool) -> None:
-    asked: list[bool] = []
+    asked: list[int] = []
     relay = agreeing(pair, True, asked)
     if inbox_fails:
         put(pair.put)
@@ -372,7 +374,7 @@ def test_a_rank_that_missed_says_so_once_and_keeps_its_own_reason(pair: Pair, in
         assert relay.get(GetTag(HANDLE, "p", 1), PROMPT, inbox) == (None, "error")
     else:
         assert get(relay, Box()) == (None, "missing")
-    assert asked == [False]
+    assert asked == [0]
 
 
 def test_tokens_are_counted_where_they_came_from(pair: Pair) -> None:
@@ -383,7 +385,34 @@ def test_tokens_are_counted_where_they_came_from(pair: Pair) -> None:
     assert (pair.get.imported_tokens, pair.get.recomputed_tokens) == (2, 1 + 3)
 
 
+def test_a_prompt_of_one_token_is_found_as_well(pair: Pair) -> None:
+    """Nothing of it is left out of the forward, which is not the same as finding nothing."""
+    kv = [[memoryview(bytearray(16))] for _ in range(2)]
+    pair.put.put(PutTag(HANDLE), [5], lambda: Outgoing(kv, FIRST, ended=False))
+    asked: list[int] = []
+    assert get(agreeing(pair, True, asked), Box(1), [5])[1] == "hit"
+    assert asked == [1]
+
+
+def test_nothing_is_exported_out_of_a_cache_that_is_not_trusted(pair: Pair) -> None:
+    pair.put.distrust("a step failed")
+    put(pair.put)
+    pair.put.keep(GET, [5, 6, 7], lambda: [[memoryview(bytearray(48))]] * 2)
+    assert pair.put.exports == {"error": 2}
+    assert pair.said == [("failed", HANDLE, "error")]
+    assert get(pair.get, Box()) == (None, "missing")
+
+
 # --- long answers ---
+
+
+def test_ranks_that_have_kept_different_pieces_resume_none(pair: Pair) -> None:
+    """One that could not keep its second piece still has its first: the lengths must be the same."""
+    asked: list[int] = []
+    relay = agreeing(pair, False, asked)
+    relay._bridge = kept(pair, [5, 6, 7])._bridge
+    assert relay.resume(GET, [5, 6, 7, 8, 9], lambda tokens: Box(tokens)) == (None, "ranks")
+    assert asked == [4]
 
 
 GET = GetTag(HANDLE, "p", 1, first_token_id=42)

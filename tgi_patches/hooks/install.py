@@ -28,6 +28,7 @@ from tgi_patches.hooks.wrap import wrap, wrap_coroutine
 
 _MODELS = "text_generation_server.models"
 _DETAIL_CHARS = 300
+_POISONED = "A step failed with prefix caching on: TGI's router may count on KV that was never computed."
 _BAD_INPUT = 2
 
 
@@ -137,9 +138,7 @@ class _Laid:
         try:
             reply = await original(service, request, context)
         except Exception as error:
-            if (overlay := self._overlay) is not None:
-                overlay.shielded(lambda: _prefill_failed(overlay, request), None)
-            if (harmless := self._of_one_batch(error)) is not None:
+            if (harmless := self._step_failed(error, probe=_is_probe(request))) is not None:
                 raise harmless from error
             raise
         if self._overlay is not None and (results := self._overlay.take_results()):
@@ -151,17 +150,22 @@ class _Laid:
         try:
             return await original(service, *args)
         except Exception as error:
-            if (harmless := self._of_one_batch(error)) is not None:
+            if (harmless := self._step_failed(error, probe=False)) is not None:
                 raise harmless from error
             raise
 
-    def _of_one_batch(self, error: Exception) -> OutOfMemory | None:
+    def _step_failed(self, error: Exception, *, probe: bool) -> OutOfMemory | None:
         """What to raise in place of an error that concerns the running batch alone; None for any other.
 
-        TGI ends a server at every RuntimeError, which torch's out of memory is.  Ranks that fail alone
-        leave the others in a collective: there TGI's way is the right one.
+        TGI ends a server at every RuntimeError, which torch's out of memory is.  That is right where ranks
+        fail alone, which leaves the others in a collective; and with prefix caching, where the router now
+        takes prompts for cached that were never computed, chunks of a running one too.  A server that lives
+        on all the same asks to be replaced; the router's own health check has no blocks.
         """
-        if self._place.world_size > 1 or not out_of_memory(error):
+        caching = _prefix_caching()
+        if self._overlay is not None and caching and not probe:
+            self._overlay.wants_relaunch(_POISONED)
+        if self._place.world_size > 1 or caching or not out_of_memory(error):
             return None
         log.warn("out_of_memory", error=str(error)[:_DETAIL_CHARS])
         return OutOfMemory("Out of memory in this step: its requests failed, the server goes on.")
@@ -194,13 +198,14 @@ class _Laid:
             self._path.armed(*self._overlay.ring)
 
 
-def _prefill_failed(overlay: Overlay, request: Any) -> None:
-    """With prefix caching the router now takes the prompts for cached; its health check has no blocks."""
-    probe = all(one.id == HEALTH_REQUEST_ID for one in request.batch.requests)
-    if importlib.import_module(f"{_MODELS}.globals").PREFIX_CACHING and not probe:
-        overlay.wants_relaunch(
-            "A prefill failed with prefix caching on: TGI's router may count on KV that was never computed."
-        )
+def _prefix_caching() -> bool:
+    """TGI has read it long ago; a TGI that has it elsewhere is taken for one that caches."""
+    return bool(getattr(sys.modules.get(f"{_MODELS}.globals"), "PREFIX_CACHING", True))
+
+
+def _is_probe(request: Any) -> bool:
+    requests = getattr(getattr(request, "batch", None), "requests", ())
+    return all(one.id == HEALTH_REQUEST_ID for one in requests)
 
 
 def _served(model: Any) -> support.Served:

@@ -34,6 +34,8 @@ T = TypeVar("T")
 HEALTH_REQUEST_ID = (1 << 64) - 1
 """TGI's router probes a server that failed with a prefill of this id."""
 
+ARENAS_LIMIT_S = 600.0
+"""For all ranks to touch every page of their arenas once."""
 RESULTS_MAX = 100
 """About 4 KiB; gRPC's limit is 8."""
 
@@ -115,8 +117,8 @@ class Overlay:
             return
         place, spec = self._place, self._place.spec
         try:
-            agree = self._agreement()
-            bridge = self._bridge(fingerprint, agree)
+            ballot = self._ballot()
+            bridge = self._bridge(fingerprint, ballot)
         except ArenaError as error:
             self.refuse(str(error))
             return
@@ -129,7 +131,7 @@ class Overlay:
             kv_heads=fingerprint.kv_heads,
             rank=place.rank,
             ranks=place.world_size,
-            agree=agree,
+            agree=int if ballot is None else ballot.agree,
         )
         self._report = replace(
             self._report,
@@ -143,33 +145,39 @@ class Overlay:
         log.info("overlay_armed", shard=spec.shard, model_class=self._report.model_class)
         self.say()
 
-    def _agreement(self) -> Callable[[bool], bool]:
-        """Whether all ranks say yes; a rank alone agrees with itself."""
+    def _ballot(self) -> Ballot | None:
+        """Where this rank meets the others; None for a rank alone."""
         place, spec = self._place, self._place.spec
         if place.world_size == 1:
-            return bool
+            return None
         path = ballot_path(Path(spec.arena_dir), spec.deployment, spec.shard)
         make_directories(path)
-        return Ballot(path, place.epoch, place.rank, place.world_size).agree
+        return Ballot(path, place.epoch, place.rank, place.world_size)
 
-    def _bridge(self, fingerprint: Fingerprint, agree: Callable[[bool], bool]) -> ArenaBridge:
+    def _bridge(self, fingerprint: Fingerprint, ballot: Ballot | None) -> ArenaBridge:
         """This rank's arena.  Raises ArenaError on every rank where one of them has none."""
         place, spec = self._place, self._place.spec
         arguments = (Path(spec.arena_dir), spec.deployment, spec.shard, place.rank, place.epoch)
         try:
             bridge = ArenaBridge(*arguments, fingerprint, spec.arena_bytes, spec.record_ttl_s)
         except ArenaError:
-            agree(False)
+            if ballot is not None:
+                ballot.agree(0, ARENAS_LIMIT_S)
             raise
-        if not agree(True):
+        if ballot is not None and not ballot.agree(1, ARENAS_LIMIT_S):
             bridge.close()
             raise ArenaError("Another rank of this shard has no arena.")
         return bridge
 
     def wants_relaunch(self, reason: str) -> None:
-        """Tell whoever launched this server to replace it; the first reason stays."""
+        """Tell whoever launched this server to replace it, and export nothing more; the first reason stays.
+
+        Never raises.
+        """
         if self._report.relaunch:
             return
+        if self._relay is not None:
+            self._relay.distrust(reason)
         self._report = replace(self._report, relaunch=reason)
         log.warn("overlay_wants_relaunch", reason=reason)
         self.say()

@@ -18,7 +18,7 @@ from orchestrator.errors import ShardError
 
 _gloo: Any = dist.ProcessGroupGloo  # torch has no types for it
 
-CALL_DEADLINE_S = 60.0
+CALL_DEADLINE_S = 20.0
 """How long ranks wait for the slowest in one call: they differ by a layer's work, or by an import."""
 
 
@@ -50,29 +50,27 @@ class Group:
         try:
             self._group = _gloo(store, rank, ranks, options)
         except RuntimeError as error:
-            raise GroupBroken(f"Rank {rank} did not meet the others: {_first_line(error)}") from error
+            raise GroupBroken(f"Rank {rank} did not meet the others within {join_deadline_s:g} s.") from error
         self._group._set_default_timeout(timedelta(seconds=call_deadline_s))
+        self._lost = f"Another rank of this shard ended, or did not take part for {call_deadline_s:g} s."
 
     def add(self, part: Tensor) -> None:
         """Replaces `part` by its sum over all ranks; the same bits on each of them."""
         try:
             self._group.allreduce([part]).wait()
         except RuntimeError as error:
-            raise GroupBroken(f"Rank {self.rank} lost the others: {_first_line(error)}") from error
+            raise GroupBroken(self._lost) from error
 
-    def agree(self, yes: bool) -> bool:
-        """True where every rank says so."""
-        votes = torch.tensor([int(yes)])
+    def agree(self, number: int) -> int:
+        """`number` where every rank gave it, else 0."""
+        ends = torch.tensor([number, -number])
         try:
-            self._group.allreduce([votes], self._lowest).wait()
+            self._group.allreduce([ends], self._lowest).wait()
         except RuntimeError as error:
-            raise GroupBroken(f"Rank {self.rank} lost the others: {_first_line(error)}") from error
-        return bool(votes[0])
+            raise GroupBroken(self._lost) from error
+        lowest, highest = int(ends[0]), -int(ends[1])
+        return number if lowest == highest else 0
 
     def close(self) -> None:
         """The others' calls fail from now on; the destructor is what closes gloo's connections."""
         del self._group
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0]

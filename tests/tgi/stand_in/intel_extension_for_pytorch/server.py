@@ -31,6 +31,7 @@ FREE_MIB = 256
 FAILURES: Mapping[str, Callable[[], Exception]] = {
     "device": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "host": lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: error code 12"),
+    "input": lambda: ValueError("a prompt that cannot be computed"),
     "other": lambda: RuntimeError("CUDA error: an illegal memory access was encountered"),
 }
 FLASH_MODULE = "text_generation_server.models.flash_causal_lm"
