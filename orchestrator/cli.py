@@ -134,7 +134,7 @@ def serve(
     from orchestrator.commands.serve import run_gateway
 
     flags = {"redis.url": redis, "gateway.listen": listen, "deployment": deployment}
-    run_gateway(settings_of(config, flags).settings, fd=fd)
+    run_gateway(settings_of(config, flags), fd=fd)
 
 
 @app.command()

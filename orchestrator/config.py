@@ -180,6 +180,11 @@ def _names() -> set[str]:
     return set(leaves) | sections - {""} | {s.rpartition(".")[0] for s in sections} - {""}
 
 
+def _names_a_user(given: object) -> bool:
+    """Whether it is an URL of the kind that may hold a password."""
+    return isinstance(given, str) and "@" in given
+
+
 def _where(origin: str) -> str:
     return origin.partition(" ")[2] or origin
 
@@ -192,7 +197,8 @@ def _sentence(error: ValidationError, origins: Mapping[str, str]) -> str:
     parts = [str(part) for part in first["loc"]]
     key = next((k for k in (".".join(parts[:n]) for n in range(len(parts), 0, -1)) if k in origins), "")
     if key:
-        shown = "" if key in SECRET_KEYS else f" is {first['input']!r}"
+        given = first["input"]
+        shown = "" if key in SECRET_KEYS or _names_a_user(given) else f" is {given!r}"
         text = f"{_where(origins[key])}: {key}{shown}: {text}"
     elif parts:
         text = f"{'.'.join(parts)}: {text}"

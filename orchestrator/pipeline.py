@@ -52,6 +52,8 @@ _PASSED_ON = (
 )
 """TGI's headers of a whole answer."""
 _MISS_REASONS = frozenset(MissReason)
+_AS_MISS: Mapping[str, str] = {"timeout": MissReason.LINK, "lost": MissReason.ERROR}
+"""What became of a pull that ended without a word of the decode shard's sidecar."""
 
 
 class Pipeline:
@@ -193,7 +195,7 @@ class Pipeline:
         run.enter("relay")
         end_s = time.monotonic() + self.settings.wait_timeout_s
         reply = await self._waited(run)
-        if run.grant.pull and reply is not None and reply.found:
+        if run.grant.pull and reply is not None and reply.found and _needed(run, reply):
             await self._pull(run, end_s)
         return reply
 
@@ -218,6 +220,7 @@ class Pipeline:
             run.source = (reply.shard, reply.epoch)
         else:
             leg = run.grant.decode
+            run.pull_miss = _AS_MISS.get(result, result)
             log.warning(
                 "pull_failed", shard=leg.shard, source=_prefill(run).shard, reason=result, took_s=took_s
             )
@@ -344,7 +347,9 @@ class Pipeline:
         run.generated_tokens = int(told) if told.isdecimal() else counted or 0
 
     def _note_import(self, run: Run, headers: Mapping[str, str]) -> None:
-        run.import_result = headers.get(IMPORT_HEADER)
+        told = headers.get(IMPORT_HEADER)
+        # What did not come is all that the decode shard can say of a record that a pull did not bring.
+        run.import_result = run.pull_miss or told if told == MissReason.MISSING else told
         if run.import_result is not None:
             self.metrics.imported(run.import_result)
 
@@ -353,6 +358,11 @@ def _prefill(run: Run) -> Leg:
     leg = run.grant.prefill
     assert leg is not None, "a separated grant names a prefill shard"
     return leg
+
+
+def _needed(run: Run, reply: WaitReply) -> bool:
+    """False where no get leg follows: a whole answer that is complete with its first token."""
+    return run.job.stream or not reply.ended
 
 
 def _get_leg(run: Run, token_id: int | None) -> tuple[str, dict[str, Any]]:

@@ -82,6 +82,8 @@ class Run:
     generated_tokens: int = 0
     source: tuple[str, int] | None = None
     """Shard and epoch that the get leg names, where that is a copy of the record."""
+    pull_miss: str = ""
+    """Why a pull did not bring the record, a MissReason; empty where it did, and where there was none."""
     import_result: str | None = None
     """`hit` or the reason of a miss, when the decode shard said it."""
     arrived_s: float = 0.0

@@ -57,11 +57,14 @@ def _base_url(value: str) -> str:
     """`http://host:port`: a shard's own address, with nothing behind it."""
     parts = urlsplit(value)
     try:
-        whole = parts.scheme == "http" and parts.hostname and parts.port and not parts.path.strip("/")
+        behind = parts.path.strip("/") or parts.query or parts.fragment
+        whole = parts.scheme == "http" and parts.hostname and parts.port and not behind
     except ValueError:
         whole = False
     if not whole:
         raise ValueError("must look like http://10.0.0.1:3001")
+    if parts.username is not None:
+        raise ValueError("must look like http://10.0.0.1:3001, without a user: no shard asks for one")
     return value.rstrip("/")
 
 
@@ -120,6 +123,16 @@ class ShardsSection(Section):
     def _at_least_one(self) -> Self:
         if self.prefill.shards + self.decode.shards + self.mixed.shards == 0:
             raise ValueError("at least one shard is needed")
+        return self
+
+    @model_validator(mode="after")
+    def _each_its_own_url(self) -> Self:
+        seen: set[tuple[str | None, int | None]] = set()
+        for url in (*self.prefill.urls, *self.decode.urls, *self.mixed.urls):
+            parts = urlsplit(url)
+            if (address := (parts.hostname, parts.port)) in seen:
+                raise ValueError(f"{url} is named twice in urls: each shard has an address of its own")
+            seen.add(address)
         return self
 
 

@@ -57,11 +57,10 @@ def bench_pull(*, sizes_mib: Sequence[int], rounds: int, serve: str, peer: str, 
     from orchestrator.bench import pull, pull_peer
 
     if serve:
-        host, _, port = serve.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConfigError(f"--serve must be HOST:PORT, not {serve!r}.")
-        asyncio.run(pull_peer.serve(host.strip("[]"), int(port)))
+        asyncio.run(pull_peer.serve(*_address("--serve", serve)))
         return
+    if peer:
+        _address("--from", peer)
     rows = pull.measure([size << 20 for size in sizes_mib], rounds, peer)
     _show(rows, "a record between hosts against memcpy and a raw socket", as_json)
 
@@ -103,6 +102,13 @@ def bench_interference(loaded: Loaded, *, long: bool, dtype: str, out: Path | No
     Console().print(_table(results, _title(plan)))
     if out is not None:
         typer.echo(f"Wrote {out / 'interference.json'} and {out / 'interference.png'}")
+
+
+def _address(flag: str, text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"{flag} must be HOST:PORT, not {text!r}.")
+    return host.strip("[]"), int(port)
 
 
 def _model(loaded: Loaded) -> tuple[Path, str]:

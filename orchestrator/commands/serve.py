@@ -11,6 +11,7 @@ import uvicorn
 
 from orchestrator.admission import GatewaySettings
 from orchestrator.api.app import create_app
+from orchestrator.config import Loaded
 from orchestrator.deployment.gateway import BACKLOG, bound_socket, listen
 from orchestrator.deployment.key import key_env
 from orchestrator.deployment.logging import log_json_to
@@ -25,12 +26,13 @@ DRAIN_S = 8
 """For answers under way after SIGTERM; below the limit after which `up` kills the process."""
 
 
-def run_gateway(settings: Settings, *, fd: int | None) -> None:
+def run_gateway(loaded: Loaded, *, fd: int | None) -> None:
     """Serve until SIGTERM or SIGINT.  ConfigError without a Redis URL or for a port that is taken."""
+    settings = loaded.settings
     if settings.redis.url is None:
         raise ConfigError("A gateway alone needs the Redis of its deployment: name it with --redis.")
     log_json_to(sys.stderr)
-    key = key_from(key_env(settings, os.environ))
+    key = key_from(key_env(loaded, os.environ))
     listener = socket.socket(fileno=fd) if fd is not None else bound_socket(*_address(settings))
     listen(listener)
     asyncio.run(_serve(settings, settings.redis.url, listener, key))

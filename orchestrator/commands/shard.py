@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import signal
 import sys
@@ -21,7 +20,9 @@ from orchestrator.deployment.progress import for_terminal
 from orchestrator.deployment.start import planned
 from orchestrator.errors import ConfigError
 from orchestrator.shards.process import SHARD_COMMAND, running_of, shard_environment
-from tgi_patches.contract import Role, ShardSpec
+from tgi_patches.contract import ContractError, Role, ShardSpec, checked_shard
+from tgi_patches.key import check_keyed, key_from
+from tgi_patches.sidecar.pulls import listen_address
 
 STOP_LIMIT_S = 20.0
 
@@ -41,13 +42,6 @@ class Address:
             raise ConfigError(f"{flag} must look like 10.0.0.1:3001, not {text!r}.")
         return cls(host.strip("[]"), int(port))
 
-    @property
-    def loopback(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
 
 def wanted_shard(role: str, listen: str, name: str | None, cpus: str | None) -> WantedShard:
     """ConfigError in a sentence that names the flag."""
@@ -58,12 +52,20 @@ def wanted_shard(role: str, listen: str, name: str | None, cpus: str | None) -> 
         cores = tuple(int(core) for core in cpus.split(",")) if cpus else ()
     except ValueError:
         raise ConfigError(f"--cpus must look like 0,1, not {cpus!r}.") from None
-    return WantedShard(Role(role), name or f"{role}-0", address.host, address.port, cores)
+    name = f"{role}-0" if name is None else _checked_name(name, Role(role))
+    return WantedShard(Role(role), name, address.host, address.port, cores)
+
+
+def _checked_name(name: str, role: Role) -> str:
+    try:
+        return checked_shard(name, pulls=role is Role.DECODE)
+    except ContractError as error:
+        raise ConfigError(f"--name: {error}") from None
 
 
 def run_shard(loaded: Loaded, wanted: WantedShard) -> None:
     """Serve until SIGTERM or SIGINT; exit code and last words are the shard's own."""
-    key = key_env(loaded.settings, os.environ)
+    key = key_env(loaded, os.environ)
     _check_key(loaded, wanted, key)
     progress = for_terminal()
     try:
@@ -82,17 +84,10 @@ def run_shard(loaded: Loaded, wanted: WantedShard) -> None:
 
 
 def _check_key(loaded: Loaded, wanted: WantedShard, key: dict[str, str]) -> None:
-    """Whoever reaches an address of the network must not get at records without the deployment's key."""
-    open_to_all = [Address(wanted.host, wanted.port)]
+    addresses = [(wanted.host, wanted.port)]
     if listen := loaded.settings.arena.pull_listen:
-        host, _, port = listen.rpartition(":")
-        open_to_all.append(Address(host.strip("[]"), int(port)))
-    reached = next((address for address in open_to_all if not address.loopback), None)
-    if reached is not None and not key:
-        raise ConfigError(
-            f"{reached.host}:{reached.port} can be reached from other hosts: "
-            "name the deployment's key with --key-file."
-        )
+        addresses.append(listen_address(listen))
+    check_keyed(key_from(key), addresses, "name the deployment's key with --key-file")
 
 
 async def _until_ended(spec: ShardSpec, key: dict[str, str]) -> int:

@@ -16,10 +16,18 @@ def link(prefill: ShardView, decode: ShardView) -> str | None:
         return ""
     if not prefill.pull_port or not decode.pulls:
         return None
-    host = prefill.pull_host or host_of(prefill.url)
+    host = _pull_host(prefill)
     if host.startswith(_LOOPBACK) and not host_of(decode.url).startswith(_LOOPBACK):
         return None  # to the decode shard that address is its own host
     return f"{host}:{prefill.pull_port}"
+
+
+def _pull_host(prefill: ShardView) -> str:
+    """What it or its launcher names; its own loopback, told from elsewhere, is behind its URL's host."""
+    host = host_of(prefill.url)
+    named = prefill.pull_host
+    elsewhere = named.startswith(_LOOPBACK) and not host.startswith(_LOOPBACK)
+    return host if elsewhere else named or host
 
 
 def host_of(url: str) -> str:

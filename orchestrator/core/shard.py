@@ -68,7 +68,7 @@ class Watched:
     sidecar_url: str = ""
     """Where its sidecar answers; empty where that is `url`."""
     pull_host: str = ""
-    """Address at which other hosts pull its records; empty for the host of `url`."""
+    """Address at which other hosts pull its records; empty for what it says itself, or the host of `url`."""
 
     @property
     def epoch(self) -> int:
@@ -97,7 +97,7 @@ class Watched:
             note=status.note,
             sidecar_url=self.sidecar_url,
             arena_id=status.arena_id,
-            pull_host=self.pull_host,
+            pull_host=self.pull_host or status.pull_host,
             pull_port=status.pull_port,
             pulls=status.pulls,
         )

@@ -8,28 +8,33 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.config import KEY_VARIABLES
+from orchestrator.config import KEY_VARIABLES, Loaded
 from orchestrator.deployment.state import StateFolder
 from orchestrator.errors import ConfigError
-from orchestrator.settings import Settings
 from tgi_patches.contract import KEY_FILE_VARIABLE
-from tgi_patches.key import key_from
+from tgi_patches.key import key_from, read_key
 
 KEY_FILE = "key"
 KEY_BYTES = 32
 
 
-def key_env(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
+def key_env(loaded: Loaded, env: Mapping[str, str]) -> dict[str, str]:
     """How a child process finds the key: `key_file` of the settings, else what `env` names; or nothing.
 
     Raises ContractError for a key that cannot be used.
     """
-    if settings.key_file is not None:
-        found = {KEY_FILE_VARIABLE: str(settings.key_file)}
-    else:
-        found = {name: env[name] for name in KEY_VARIABLES if env.get(name)}
+    if (path := loaded.settings.key_file) is not None:
+        read_key(path, _named_by(loaded.origins["key_file"]))
+        return {KEY_FILE_VARIABLE: str(path)}
+    found = {name: env[name] for name in KEY_VARIABLES if env.get(name)}
     key_from(found)
     return found
+
+
+def _named_by(origin: str) -> str:
+    """In the user's own words: the flag, the variable, or the key and the file that it stands in."""
+    kind, _, where = origin.partition(" ")
+    return {"flag": "--key-file", "env": where}.get(kind, f"key_file in {where}")
 
 
 def minted(folder: StateFolder) -> dict[str, str]:
@@ -43,9 +48,8 @@ def minted(folder: StateFolder) -> dict[str, str]:
             _write(path)
         except OSError as error:
             raise ConfigError(f"The key file {path} cannot be written: {error.strerror}.") from None
-    found = {KEY_FILE_VARIABLE: str(path)}
-    key_from(found)
-    return found
+    read_key(path, "made by `up`")
+    return {KEY_FILE_VARIABLE: str(path)}
 
 
 def _write(path: Path) -> None:

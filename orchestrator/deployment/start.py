@@ -91,7 +91,7 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
         clean_up(folder)
         _clean_up_beside(folder)
         folder.clear_logs()
-        key = key_env(settings, os.environ) or minted(folder)
+        key = key_env(loaded, os.environ) or minted(folder)
         with contextlib.closing(bound_socket(settings.gateway.host, settings.gateway.port)) as listener:
             progress.step("Looking for the model")
             plan = planned(loaded, progress)

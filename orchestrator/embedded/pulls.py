@@ -34,12 +34,19 @@ class Pulls:
 
     arena_id: str
     pull_port: int = 0
+    pull_host: str = ""
     puller: Puller | None = None
 
     def told(self, status: StatusReply) -> StatusReply:
         """`status` with the links in it."""
         pulls = self.puller is not None
-        return replace(status, arena_id=self.arena_id, pull_port=self.pull_port, pulls=pulls)
+        return replace(
+            status,
+            arena_id=self.arena_id,
+            pull_port=self.pull_port,
+            pull_host=self.pull_host,
+            pulls=pulls,
+        )
 
 
 @asynccontextmanager
@@ -53,7 +60,7 @@ async def pulling(spec: ShardSpec, server: ShardServer, env: Mapping[str, str]) 
         pulls = Pulls(_arena_id(spec))
         if spec.pull_listen and status.hooked:
             port = await stack.enter_async_context(_serving(spec, status, key))
-            pulls = replace(pulls, pull_port=port)
+            pulls = replace(pulls, pull_port=port, pull_host=spec.pull_host)
         if spec.pulled_bytes and status.hooked:
             puller = _puller(spec, status, key)
             stack.callback(puller.close)

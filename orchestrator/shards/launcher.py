@@ -25,7 +25,7 @@ class Running:
     sidecar_url: str = ""
     """Where its sidecar answers; empty where that is `url`."""
     pull_host: str = ""
-    """Address at which other hosts pull its records; empty for the host of `url`."""
+    """Address at which other hosts pull its records; empty for what it says itself, or the host of `url`."""
     observed: bool = False
     """Somebody else started it and keeps it: it is never stopped and never launched again from here."""
 

@@ -156,14 +156,8 @@ def running_of(spec: ShardSpec, pid: int | None = None) -> Running:
         f"http://{host}:{spec.port}",
         pid,
         sidecar_url=f"http://{host}:{spec.sidecar_port}" if spec.sidecar_port else "",
-        pull_host=pull_host(spec.pull_listen),
+        pull_host=spec.pull_host,
     )
-
-
-def pull_host(listen: str) -> str:
-    """The address that others can pull from; empty where it listens on all, or on none."""
-    host = listen.rpartition(":")[0]
-    return "" if host.strip("[]") in ("", "0.0.0.0", "::") else host
 
 
 def shard_environment(spec: ShardSpec) -> dict[str, str]:

@@ -225,7 +225,7 @@ class Supervisor:
             return
         if known.epoch not in (0, status.epoch):
             # Somebody started it anew: what its predecessor was told to do is over.
-            self._note(shard, Launched(known.url))
+            self._note(shard, Launched(known.url, known.sidecar_url, known.pull_host))
         self._note(shard, seen)
         if status.relaunch:
             self._note(shard, Drained())

@@ -95,7 +95,7 @@ def test_a_link_that_is_cut_in_a_pull_costs_that_pull_only(hosts: Hosts) -> None
         assert hosts.pulls() == before
         hosts.a.set_link("down")
     thread.join(60)
-    assert answers == [(expected, "missing")]
+    assert answers == [(expected, "link")]
     one_more(hosts, "link", before)
     hosts.a.set_link("up")
     ready_again(hosts)
@@ -110,7 +110,7 @@ def test_a_slow_link_is_waited_for_within_the_time_for_records(hosts: Hosts) -> 
         assert ask(hosts, text) == (expected, "hit")
     one_more(hosts, "ok", before)
     with hosts.a.slowed("400kbit"):
-        assert ask(hosts, text) == (expected, "missing")
+        assert ask(hosts, text) == (expected, "link")
     one_more(hosts, "link", {**before, "ok": before["ok"] + 1})
     ready_again(hosts)
     assert ask(hosts, text) == (expected, "hit")
@@ -132,7 +132,7 @@ def test_a_shard_that_is_started_anew_elsewhere_is_found_and_a_flipped_bit_is_no
     assert ask(hosts, text) == (expected, "hit")  # through the proxy
     before = hosts.pulls()
     flip_file.write_text("200000")
-    assert ask(hosts, text) == (expected, "missing")
+    assert ask(hosts, text) == (expected, "checksum")
     one_more(hosts, "checksum", before)
     flip_file.unlink()
     assert ask(hosts, text) == (expected, "hit")

@@ -50,5 +50,10 @@ def test_without_another_side_it_is_one_sentence() -> None:
         port = closed.getsockname()[1]
     with pytest.raises(ConfigError, match=f"No `bench pull --serve` answers at 127.0.0.1:{port}"):
         measure([TOKEN_BYTES], peer=f"127.0.0.1:{port}")
-    done = CliRunner().invoke(app, ["bench", "pull", "--serve", "nonsense"])
-    assert (done.exit_code, "HOST:PORT" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("flag", ["--serve", "--from"])
+@pytest.mark.parametrize("text", ["nope", ":7001", "host:", "host:x", "host:65536"])
+def test_what_is_no_address_is_one_sentence_that_names_the_flag(flag: str, text: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "pull", flag, text])
+    assert (done.exit_code, done.output) == (2, f"{flag} must be HOST:PORT, not '{text}'.\n")

@@ -274,6 +274,7 @@ def test_version_names_the_program_and_the_contract() -> None:
     assert result.stdout.splitlines()[1] == f"protocol {PROTOCOL_VERSION}, overlay {OVERLAY_VERSION}"
 
 
+LONG, ALLOWED = "d" * 60, "must be 1 to 64 characters of A-Z a-z 0-9 _ . -"
 SHARD = ("shard", "--role", "prefill", "--listen", "127.0.0.1:3001")
 
 
@@ -284,6 +285,17 @@ SHARD = ("shard", "--role", "prefill", "--listen", "127.0.0.1:3001")
         (("--listen", "3001"), "--listen must look like 10.0.0.1:3001, not '3001'."),
         (("--listen", "10.0.0.1:0"), "--listen must look like 10.0.0.1:3001, not '10.0.0.1:0'."),
         (("--cpus", "all"), "--cpus must look like 0,1, not 'all'."),
+        (("--name", "a/b"), f"--name: The shard name 'a/b' {ALLOWED}"),
+        (("--name", ""), f"--name: The shard name '' {ALLOWED}"),
+        (("--name", "p.pulled"), "--name: A shard's name must not end in '.pulled'."),
+        (
+            ("--role", "decode", "--name", LONG),
+            f"--name: The name of a shard that pulls, with its suffix, {LONG + '.pulled'!r} {ALLOWED}",
+        ),
+        (
+            ("--key-file", "/nonexistent"),
+            "The key file /nonexistent (--key-file) cannot be read: No such file or directory.",
+        ),
         (
             ("--listen", "10.0.0.1:3001"),
             "10.0.0.1:3001 can be reached from other hosts: name the deployment's key with --key-file.",

@@ -237,6 +237,15 @@ def test_a_suggestion_for_an_unknown_flag_exists(key: str) -> None:
             "urls names 2 shards and count 3",
         ),
         ({"shards.decode.urls": ["http://a:1"], "shards.decode.cpus": [[0], [1]]}, "cpus names 2 lists"),
+        ({"shards.prefill.urls": ["http://a:3001?kv"]}, "must look like http://10.0.0.1:3001"),
+        (
+            {"shards.decode.urls": ["http://a:1", "http://b:1", "http://A:1/"]},
+            "http://A:1 is named twice in urls: each shard has an address of its own.",
+        ),
+        (
+            {"shards.prefill.urls": ["http://a:1"], "shards.mixed.urls": ["http://a:1"]},
+            "http://a:1 is named twice in urls: each shard has an address of its own.",
+        ),
         ({"arena.pull_listen": "10.0.0.1"}, "must look like 127.0.0.1:3000"),
         ({"arena.pulled_bytes": -1}, "greater than or equal to 0"),
     ],
@@ -244,6 +253,16 @@ def test_a_suggestion_for_an_unknown_flag_exists(key: str) -> None:
 def test_what_is_wrong_with_other_hosts_is_told(flags: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         load_settings(None, flags, {})
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:hunter2@a:3001", "http://me@a:3001", "http://me:hunter2@a:3001/kv"]
+)
+def test_a_user_in_an_url_is_refused_and_no_password_is_shown(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(None, {"shards.prefill.urls": ["http://b:1", url]}, {})
+    assert str(refused.value).startswith("flag: shards.prefill.urls: must look like http://10.0.0.1:3001")
+    assert "hunter2" not in str(refused.value)
 
 
 def test_urls_alone_say_how_many_shards_there_are() -> None:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import load_settings
+from orchestrator.config import Loaded, load_settings
 from orchestrator.deployment.environment import child_env
 from orchestrator.deployment.key import key_env, minted
 from orchestrator.deployment.state import StateFolder
-from orchestrator.settings import Settings
 from tgi_patches.contract import KEY_FILE_VARIABLE, KEY_VARIABLE, ContractError
 from tgi_patches.key import key_from
 
@@ -32,8 +31,8 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def settings(**flags: object) -> Settings:
-    return load_settings(None, flags, {}).settings
+def settings(**flags: object) -> Loaded:
+    return load_settings(None, flags, {})
 
 
 def test_a_key_of_32_random_bytes_is_made_once_for_its_owner_only(folder: StateFolder) -> None:
@@ -77,6 +76,22 @@ def test_a_key_that_cannot_be_used_is_a_sentence_without_the_key(tmp_path: Path)
     assert "tooshort" not in str(refused.value)
     with pytest.raises(ContractError, match="cannot be read: No such file"):
         key_env(settings(key_file=tmp_path / "none"), {})
+
+
+def test_a_key_file_that_cannot_be_read_is_named_by_what_the_user_wrote(tmp_path: Path) -> None:
+    none, file = str(tmp_path / "none"), tmp_path / "settings.yaml"
+    file.write_text(f"version: 1\nkey_file: {none}\n")
+    given = [
+        (settings(key_file=none), {}, "--key-file"),
+        (load_settings(None, {}, {"ORCHESTRATOR_KEY_FILE": none}), {}, "ORCHESTRATOR_KEY_FILE"),
+        (load_settings(file, {}, {}), {}, f"key_file in {file}"),
+        (settings(), {KEY_FILE_VARIABLE: none}, KEY_FILE_VARIABLE),
+    ]
+    for loaded, env, named in given:
+        with pytest.raises(ContractError) as refused:
+            key_env(loaded, env)
+        expected = f"The key file {none} ({named}) cannot be read: No such file or directory."
+        assert str(refused.value) == expected
 
 
 def test_variables_of_the_key_are_no_settings_and_reach_a_child(key_file: Path) -> None:

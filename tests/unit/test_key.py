@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tgi_patches.contract import KEY_FILE_VARIABLE, KEY_VARIABLE, ContractError
-from tgi_patches.key import key_from, sign, signed
+from tgi_patches.key import check_keyed, key_from, sign, signed
 
 KEY = b"k" * 32
 
@@ -30,6 +30,21 @@ def test_a_key_that_cannot_be_used_is_refused_without_being_shown(tmp_path: Path
     empty.write_text("\n")
     with pytest.raises(ContractError, match="at least 16 bytes"):
         key_from({KEY_FILE_VARIABLE: str(empty)})
+
+
+NEAR = [("127.0.0.1", 1), ("127.9.9.9", 0), ("::1", 2), ("localhost", 3)]
+
+
+def test_what_only_this_host_reaches_needs_no_key_and_with_one_every_address_may_be() -> None:
+    check_keyed(b"", NEAR, "")
+    check_keyed(KEY, [("0.0.0.0", 1), ("::", 2), ("10.0.0.1", 3)], "")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "fd00::1", "localhost.example", "host"])
+def test_what_others_may_reach_is_refused_without_a_key(host: str) -> None:
+    with pytest.raises(ContractError) as refused:
+        check_keyed(b"", [*NEAR, (host, 3101)], "name a key")
+    assert str(refused.value) == f"{host}:3101 can be reached from other hosts: name a key."
 
 
 def test_a_signature_is_the_known_one() -> None:

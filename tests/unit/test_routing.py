@@ -217,6 +217,8 @@ def test_across_hosts_the_grant_says_where_to_pull_from() -> None:
     assert granted(ticket(), FAR, HERE).pull == "10.0.0.2:3101"
     named = replace(FAR, pull_host="192.168.7.2")
     assert granted(ticket(), named, HERE).pull == "192.168.7.2:3101"
+    # Its own loopback is no other host's: something at the address of its URL leads there.
+    assert granted(ticket(), replace(FAR, pull_host="127.0.0.1"), HERE).pull == "10.0.0.2:3101"
     sixth = replace(FAR, url="http://[fd00::2]:3001")
     assert granted(ticket(), sixth, HERE).pull == "[fd00::2]:3101"
 

@@ -67,6 +67,19 @@ def test_the_view_carries_what_the_shard_answered() -> None:
     assert (view.bytes_per_token, view.hooked, view.limits.max_total_tokens) == (4, False, 200)
 
 
+@pytest.mark.parametrize(
+    ("launched_at", "told", "expected"),
+    [("", "", ""), ("", "10.1.0.2", "10.1.0.2"), ("10.2.0.2", "10.1.0.2", "10.2.0.2")],
+)
+def test_where_others_pull_is_what_its_launcher_knows_or_else_what_it_says(
+    launched_at: str, told: str, expected: str
+) -> None:
+    launched = Launched("http://a:1", pull_host=launched_at)
+    view = after((0.0, launched), (1.0, Answered(replace(status(), pull_host=told)))).view()
+    assert view is not None
+    assert view.pull_host == expected
+
+
 def test_one_miss_is_forgiven_and_two_in_a_row_make_it_suspect() -> None:
     once = after(*UP, (4.0, Missed()))
     assert once.state == "ready"

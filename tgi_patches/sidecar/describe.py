@@ -33,6 +33,7 @@ class Reach:
 
     arena_id: str
     pull_port: int = 0
+    pull_host: str = ""
     pulls: bool = False
 
 
@@ -96,6 +97,7 @@ def status_of(
         note=note,
         arena_id=reach.arena_id,
         pull_port=reach.pull_port,
+        pull_host=reach.pull_host,
         pulls=reach.pulls,
         relaunch=next((report.relaunch for report in known if report.relaunch), ""),
         imported_tokens=max((report.imported_tokens for report in known), default=0),

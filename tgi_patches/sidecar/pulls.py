@@ -6,7 +6,7 @@ offer, and nothing can be fetched.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,6 +127,14 @@ async def offering(
             yield port
     finally:
         source.close()
+
+
+def open_addresses(spec: ShardSpec) -> Iterator[tuple[str, int]]:
+    """Where a sidecar gives records away, or is asked to fetch them.  Raises ContractError."""
+    if spec.pull_listen:
+        yield listen_address(spec.pull_listen)
+    if spec.pulled_bytes:
+        yield spec.host, spec.sidecar_port
 
 
 def listen_address(text: str) -> tuple[str, int]:

@@ -15,15 +15,15 @@ import uvicorn
 
 from tgi_patches.bridge.arena_id import arena_id
 from tgi_patches.bridge.files import make_directories
-from tgi_patches.contract import EPOCH_VARIABLE, ContractError, ShardSpec, StatusReply
-from tgi_patches.key import key_from
+from tgi_patches.contract import EPOCH_VARIABLE, KEY_FILE_VARIABLE, ContractError, ShardSpec, StatusReply
+from tgi_patches.key import check_keyed, key_from
 from tgi_patches.sidecar import log
 from tgi_patches.sidecar.app import App, create_app
 from tgi_patches.sidecar.core import Sidecar
 from tgi_patches.sidecar.describe import Reach, Reports, limits_of, status_of
 from tgi_patches.sidecar.heartbeat import beating, begin, heartbeat_path
 from tgi_patches.sidecar.mail import listening
-from tgi_patches.sidecar.pulls import AwaitedPuller, offering
+from tgi_patches.sidecar.pulls import AwaitedPuller, offering, open_addresses
 from tgi_patches.sidecar.records import Records
 from tgi_patches.sidecar.router import Router
 
@@ -54,7 +54,9 @@ class Order:
         port = env.get("PORT", "") or str(spec.port)
         if not port.isdecimal():
             raise ContractError(f"The variable PORT must be a number, not {port!r}.")
-        return cls(spec, int(env[EPOCH_VARIABLE]), key_from(env), int(port))
+        key = key_from(env)
+        check_keyed(key, open_addresses(spec), f"name the deployment's key in {KEY_FILE_VARIABLE}")
+        return cls(spec, int(env[EPOCH_VARIABLE]), key, int(port))
 
 
 async def serve(order: Order, listener: socket.socket) -> None:
@@ -84,7 +86,7 @@ async def _assembled(order: Order, router: Router) -> AsyncIterator[tuple[App, i
     reports = Reports(spec, epoch)
     here = arena_id(Path(spec.arena_dir))
     async with offering(spec, epoch, reports.fingerprint, order.key) as pull_port:
-        reach = Reach(here, pull_port, pulls=spec.pulled_bytes > 0)
+        reach = Reach(here, pull_port, spec.pull_host, pulls=spec.pulled_bytes > 0)
 
         def describe() -> StatusReply:
             return status_of(spec, epoch, reports(), router.view, reach)

@@ -22,7 +22,7 @@ import structlog
 
 import tgi_patches
 from orchestrator.errors import ConfigError, ShardError
-from tgi_patches.contract import EPOCH_VARIABLE, ShardSpec
+from tgi_patches.contract import EPOCH_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE, ShardSpec
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -221,7 +221,9 @@ def _free_port() -> int:
 
 
 def environment(spec: ShardSpec, epoch: int, folder: Path, ours: Mapping[str, str]) -> dict[str, str]:
-    """`ours`, what TGI's launcher would set, what the overlay reads; `spec.tgi_env` has the last word.
+    """`ours` without the deployment's key, what TGI's launcher would set, what the overlay reads.
+
+    `spec.tgi_env` has the last word.  The shard alone talks to other hosts: its servers need no key.
 
     Only the overlay is put on the interpreter's path: an installed copy of this project lies beside
     packages of other versions than TGI's.
@@ -232,7 +234,7 @@ def environment(spec: ShardSpec, epoch: int, folder: Path, ours: Mapping[str, st
     overlay.mkdir()
     (overlay / tgi_patches.__name__).symlink_to(Path(tgi_patches.__path__[0]).resolve())
     env = {
-        **ours,
+        **{name: value for name, value in ours.items() if name not in (KEY_VARIABLE, KEY_FILE_VARIABLE)},
         "ATTENTION": "flashdecoding-ipex",
         "PREFIX_CACHING": "1" if spec.prefix_caching else "0",
         "HF_HUB_OFFLINE": "1",

@@ -68,13 +68,14 @@ async def view_of(client: ShardClient, url: str) -> ShardView:
 
 @asynccontextmanager
 async def two(
-    model: Path, folder: Path, listening: Any, decode_key: Mapping[str, str] = KEY
+    model: Path, folder: Path, listening: Any, decode_key: Mapping[str, str] = KEY, **changes: Any
 ) -> AsyncIterator[Two]:
+    """`changes` are of both orders."""
     queue, client = FakeQueue(), ShardClient(key=KEY[KEY_VARIABLE].encode())
     async with AsyncExitStack() as stack:
         urls = []
         for role, key in ((Role.PREFILL, KEY), (Role.DECODE, decode_key)):
-            order = spec(model, folder, role)
+            order = spec(model, folder, role, **changes)
             shard = assemble(order)
             stack.callback(shard.close)
             await stack.enter_async_context(pulling(order, shard.server, key))
@@ -119,9 +120,19 @@ async def test_shards_with_different_keys_share_nothing_and_answer_all_the_same(
         alone = (await made.http.post(f"{made.urls[1]}/generate", json=BODY)).json()
         answer = await made.gate.post("/generate", json=BODY)
         assert answer.json()["generated_text"] == alone["generated_text"]
-        assert answer.headers["x-orchestrator-import"] == "missing"
+        assert answer.headers["x-orchestrator-import"] == "unsupported"
         # The gateway's request itself is not signed with the decode shard's key.
         assert await pulls_counted(made.gate) == {"unsupported": 1.0}
+
+
+async def test_a_record_is_pulled_from_the_address_that_is_listened_on_and_not_from_that_of_the_url(
+    tiny_model: Path, tmp_path: Path, listening: Any
+) -> None:
+    async with two(tiny_model, tmp_path, listening, pull_listen="127.0.0.2:0") as made:
+        answer = await made.gate.post("/generate", json=BODY)
+        (grant,) = made.queue.granted
+        assert grant.pull == f"127.0.0.2:{made.views[0].pull_port}"
+        assert answer.headers["x-orchestrator-import"] == "hit"
 
 
 async def test_a_shard_that_fetches_nothing_says_so_and_a_broken_request_is_refused(

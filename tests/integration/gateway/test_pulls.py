@@ -103,11 +103,32 @@ async def test_without_the_record_the_get_leg_goes_out_all_the_same_and_the_reas
         assert house.reserved == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [("link", "link"), ("checksum", "checksum"), ("missing", "missing"), ("die", "error"), ("ok", "missing")],
+)
+async def test_a_record_that_is_missing_because_of_its_pull_is_a_miss_for_the_pull_s_reason(
+    house_of: Any, result: str, told: str
+) -> None:
+    async with apart(house_of, result) as house:
+        house.decode.import_result = "missing"
+        answer = await house.http.post("/generate", json=BODY)
+        assert answer.headers["x-orchestrator-import"] == told
+        await house.http.post("/generate_stream", json=BODY)
+        assert await counted(house, f'orchestrator_kv_imports_total{{result="{told}"}}') == "2.0"
+        house.decode.import_result = "layout"  # what the shard itself knows better stands
+        assert (await house.http.post("/generate", json=BODY)).headers["x-orchestrator-import"] == "layout"
+        await house.settled()
+        assert [end.imported for end in house.queue.completed] == [False] * 3
+
+
 async def test_a_sidecar_that_hangs_costs_no_more_than_the_time_for_records(house_of: Any) -> None:
     async with apart(house_of, wait_timeout_s=0.2) as house:
         house.decode.hold_path("/kv/pull")
+        house.decode.import_result = "missing"
         answer = await house.http.post("/generate", json=BODY)
         assert answer.json()["generated_text"] == ANSWER
+        assert answer.headers["x-orchestrator-import"] == "link"
         assert await counted(house, 'orchestrator_kv_pulls_total{result="timeout"}') == "1.0"
         await asyncio.wait_for(house.decode.left.wait(), 20)
         (seen,) = asked_pulls(house)
@@ -136,7 +157,19 @@ async def test_nothing_is_pulled_where_no_record_came_or_the_answer_is_complete(
         house.prefill.found = True
         house.prefill.tokens = house.prefill.tokens[:1]
         assert (await house.http.post("/generate", json=BODY)).json()["generated_text"] == "The"
+        house.prefill.end = "length"  # only the record says that the answer is complete
+        assert (await house.http.post("/generate", json=BODY)).json()["generated_text"] == "The"
         assert asked_pulls(house) == []
+
+
+async def test_a_stream_whose_end_only_the_record_tells_goes_on_and_so_its_record_is_pulled(
+    house_of: Any,
+) -> None:
+    async with apart(house_of) as house:
+        house.prefill.tokens, house.prefill.end = house.prefill.tokens[:1], "length"
+        await house.http.post("/generate_stream", json=BODY)
+        assert len(asked_pulls(house)) == 1
+        assert got_from(house) == ("decode-1.pulled", PULLED_EPOCH)
 
 
 async def test_wait_and_pull_go_to_the_sidecars_own_address(house_of: Any, listening: Any) -> None:

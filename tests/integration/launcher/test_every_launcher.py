@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.errors import ShardError
 from orchestrator.shards.launcher import FakeLauncher, Launcher
-from orchestrator.shards.process import ProcessLauncher, pull_host, running_of
+from orchestrator.shards.process import ProcessLauncher, running_of
 from orchestrator.shards.static import StaticLauncher
 from tgi_patches.contract import Role, ShardSpec
 
@@ -101,7 +101,8 @@ async def test_what_somebody_else_keeps_is_listed_and_left_alone() -> None:
     ],
 )
 def test_where_others_pull_from_is_the_address_that_a_shard_listens_on(listen: str, host: str) -> None:
-    assert pull_host(listen) == host
+    order = replace(spec(), pull_listen=listen)
+    assert order.pull_host == running_of(order).pull_host == host
 
 
 def test_a_sidecar_of_its_own_port_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from orchestrator.conductor import Conductor
 from orchestrator.core.ticket import Completion, Outcome
+from orchestrator.shards.launcher import Running
 from orchestrator.shards.static import StaticLauncher
 from tgi_patches.contract import Fingerprint
 
@@ -149,6 +151,27 @@ async def test_a_stranger_at_the_url_is_told_in_a_sentence_and_gets_nothing(
         await until(lambda: queue.degraded)
         assert sentence in str(queue.degraded)
         assert [one.state for one in conductor.snapshot().shards if one.shard == "p0"] == ["starting"]
+
+
+class KeptElsewhere(StaticLauncher):
+    """`p0` is observed at a sidecar of its own."""
+
+    async def running(self) -> Mapping[str, Running]:
+        kept = Running("p0", "http://p0", sidecar_url="http://p0/7", pull_host="10.1.0.2", observed=True)
+        return {**await super().running(), "p0": kept}
+
+
+async def test_a_shard_that_is_kept_elsewhere_is_started_anew_at_the_same_addresses(
+    world: World, fleet: Fleet, until: Until
+) -> None:
+    launcher = KeptElsewhere({"p0": "http://p0"}, fleet.launcher)
+    async with running(world, fleet, launcher=launcher):
+        queue = await ready_gateway(world, until)
+        for epoch in (7, 8):
+            fleet.told = {"epoch": epoch}
+            await until(lambda at=epoch: any((v.shard, v.epoch) == ("p0", at) for v in queue.shards()))
+            (view,) = [view for view in queue.shards() if view.shard == "p0"]
+            assert (view.url, view.sidecar_url, view.pull_host) == ("http://p0", "http://p0/7", "10.1.0.2")
 
 
 async def test_a_shard_that_is_kept_elsewhere_and_asks_is_drained_until_somebody_restarts_it(

@@ -24,7 +24,7 @@ from orchestrator.embedded.tgi.process import (
     started,
 )
 from orchestrator.errors import ConfigError, ShardError
-from tgi_patches.contract import EPOCH_VARIABLE, Role, ShardSpec
+from tgi_patches.contract import EPOCH_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE, Role, ShardSpec
 
 LIMIT_S = 20.0
 
@@ -100,6 +100,13 @@ def test_the_environment_has_tgi_s_defaults_the_spec_and_the_epoch(folder: Path)
     assert (env["PREFIX_CACHING"], env["HF_HUB_OFFLINE"], env["OMP_NUM_THREADS"]) == ("1", "1", "2")
     assert (env[EPOCH_VARIABLE], env["HOME"], env["PYTHONUNBUFFERED"]) == ("77", "/root", "1")
     assert ShardSpec.from_env(env) == asked
+
+
+def test_no_server_gets_the_deployment_s_key(folder: Path) -> None:
+    secrets = {KEY_VARIABLE: "k" * 16, KEY_FILE_VARIABLE: "/run/key"}
+    env = environment(spec("/tgi/python"), 77, folder, {"HOME": "/root", **secrets})
+    assert env["HOME"] == "/root"
+    assert secrets.keys().isdisjoint(env)
 
 
 def test_the_user_s_variables_have_the_last_word(folder: Path) -> None:

@@ -15,7 +15,7 @@ from tgi_patches.report import Report, report_path, write_report
 from tgi_patches.sidecar.describe import Reach, Reports, RouterView, limits_of, merged, status_of
 
 TWO = spec_in(Path("/arenas"), ranks=2)
-REACH = Reach("a" * 32, pull_port=7001, pulls=True)
+REACH = Reach("a" * 32, pull_port=7001, pull_host="10.1.0.2", pulls=True)
 SERVING = RouterView(
     fault="", limits=Limits(80, 90, 8, max_best_of=3), running=4, waiting=2, kv_tokens_used=50
 )
@@ -35,6 +35,7 @@ def test_a_shard_whose_ranks_all_flow() -> None:
     assert (found.ring_bytes, found.record_limit_bytes) == (2 * RING_BYTES, RING_BYTES // 2)
     assert (found.running, found.waiting, found.slots, found.kv_tokens_used) == (4, 2, 8, 50)
     assert (found.arena_id, found.pull_port, found.pulls) == ("a" * 32, 7001, True)
+    assert found.pull_host == "10.1.0.2"
 
 
 def test_the_smallest_ring_bounds_a_record() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,40 @@ def test_an_environment_that_is_not_enough_is_a_sentence(env: dict[str, str], se
         Order.from_env(env)
     assert sentence in str(refused.value)
     assert "too short" not in str(refused.value)
+
+
+KEYED = {KEY_VARIABLE: "0123456789abcdef"}
+NO_KEY = "can be reached from other hosts: name the deployment's key in ORCHESTRATOR_DEPLOYMENT_KEY_FILE."
+
+
+@pytest.mark.parametrize(
+    ("changes", "address"),
+    [
+        ({"pull_listen": "10.0.0.1:3101"}, "10.0.0.1:3101"),
+        ({"pull_listen": "[::]:0"}, ":::0"),
+        ({"pulled_bytes": 1, "host": "0.0.0.0"}, "0.0.0.0:8081"),
+    ],
+)
+def test_records_are_neither_offered_nor_fetched_for_others_without_a_key(
+    changes: dict[str, Any], address: str
+) -> None:
+    env = ENV | replace(SPEC, **changes).to_env()
+    with pytest.raises(ContractError) as refused:
+        Order.from_env(env)
+    assert str(refused.value) == f"{address} {NO_KEY}"
+    assert Order.from_env(env | KEYED).spec == replace(SPEC, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pull_listen": "127.0.0.1:3101", "pulled_bytes": 1},
+        {"pull_listen": "[::1]:3101", "host": "0.0.0.0"},
+    ],
+)
+def test_without_a_key_a_sidecar_still_serves_its_own_host(changes: dict[str, Any]) -> None:
+    spec = replace(SPEC, **changes)
+    assert Order.from_env(ENV | spec.to_env()).spec == spec
 
 
 @pytest.mark.parametrize(
