@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tgi_patches
-from tgi_patches.contract import ContractError, ShardSpec, new_epoch
+from tgi_patches.contract import KEY_FILE_VARIABLE, ContractError, ShardSpec, new_epoch
 from tgi_patches.entrypoint import processes
 from tgi_patches.entrypoint.launch import Launch, Places, launch_of
 from tgi_patches.entrypoint.supervise import Command, Patience, supervise
+from tgi_patches.key import check_keyed, key_from
 from tgi_patches.sidecar import log
 from tgi_patches.sidecar.heartbeat import heartbeat_path
+from tgi_patches.sidecar.pulls import open_addresses
 
 LAUNCHER = "text-generation-launcher"
 SIDECAR = "tgi_patches.sidecar"
@@ -31,6 +33,9 @@ _BAD_INPUT = 2
 def main(arguments: Sequence[str]) -> int:
     try:
         launch = launch_of(arguments, os.environ, new_epoch(), places())
+        if launch.spec is not None:
+            hint = f"name the deployment's key in {KEY_FILE_VARIABLE}"
+            check_keyed(key_from(os.environ), open_addresses(launch.spec), hint)
         return run(launch)
     except ContractError as error:
         sys.stderr.write(f"{error}\n")

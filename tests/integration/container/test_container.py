@@ -134,3 +134,14 @@ def test_a_sidecar_that_cannot_start_says_why_and_does_not_hurt_the_launcher(con
 def test_the_command_is_a_module_of_the_wheel() -> None:
     done = subprocess.run([*ENTRY], env={"PATH": ""}, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_records_are_not_offered_to_the_network_without_a_key(container: Container) -> None:
+    """Neither launcher nor sidecar starts."""
+    container.spec["pull_listen"] = "0.0.0.0:0"
+    container.start("run", "--prefill-specialization")
+    code, said = container.ended()
+    assert (code, len(said.splitlines())) == (2, 1)
+    assert said.startswith("0.0.0.0:0 can be reached from other hosts: name the deployment's key in ")
+    container.start("exit 0", "--prefill-specialization", ORCHESTRATOR_DEPLOYMENT_KEY="k" * 16)
+    assert container.ended()[0] == 0
