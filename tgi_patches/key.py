@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
-from tgi_patches.contract import KEY_FILE_VARIABLE, KEY_VARIABLE, ContractError
+from tgi_patches.contract import KEY_FILE_VARIABLE, KEY_VARIABLE, ContractError, ShardSpec
 
 KEY_MIN_BYTES = 16
 
@@ -49,6 +49,23 @@ def check_keyed(key: bytes, addresses: Iterable[tuple[str, int]], remedy: str) -
     for host, port in addresses:
         if not key and not is_loopback(host):
             raise ContractError(f"{host}:{port} can be reached from other hosts: {remedy}.")
+
+
+def open_addresses(spec: ShardSpec) -> Iterator[tuple[str, int]]:
+    """Where a sidecar gives records away, or is asked to fetch them.  Raises ContractError."""
+    if spec.pull_listen:
+        yield listen_address(spec.pull_listen)
+    if spec.pulled_bytes:
+        yield spec.host, spec.sidecar_port
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """(host, port) of `host:port`, with `[...]` around an IPv6 host.  Raises ContractError."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ContractError(f"pull_listen must be host:port, not {text!r}.")
+    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -21,8 +21,7 @@ from orchestrator.deployment.start import planned
 from orchestrator.errors import ConfigError
 from orchestrator.shards.process import SHARD_COMMAND, running_of, shard_environment
 from tgi_patches.contract import ContractError, Role, ShardSpec, checked_shard
-from tgi_patches.key import check_keyed, key_from
-from tgi_patches.sidecar.pulls import listen_address
+from tgi_patches.key import check_keyed, key_from, listen_address
 
 STOP_LIMIT_S = 20.0
 

@@ -17,10 +17,9 @@ from tgi_patches.contract import KEY_FILE_VARIABLE, ContractError, ShardSpec, ne
 from tgi_patches.entrypoint import processes
 from tgi_patches.entrypoint.launch import Launch, Places, launch_of
 from tgi_patches.entrypoint.supervise import Command, Patience, supervise
-from tgi_patches.key import check_keyed, key_from
+from tgi_patches.key import check_keyed, key_from, open_addresses
 from tgi_patches.sidecar import log
 from tgi_patches.sidecar.heartbeat import heartbeat_path
-from tgi_patches.sidecar.pulls import open_addresses
 
 LAUNCHER = "text-generation-launcher"
 SIDECAR = "tgi_patches.sidecar"

@@ -6,7 +6,7 @@ offer, and nothing can be fetched.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from tgi_patches.contract import (
     PROTOCOL_VERSION,
     BridgeMiss,
-    ContractError,
     Fingerprint,
     MissReason,
     PullReply,
     PullRequest,
     ShardSpec,
 )
+from tgi_patches.key import listen_address
 
 if TYPE_CHECKING:
     from tgi_patches.pull.puller import Puller
@@ -127,20 +127,3 @@ async def offering(
             yield port
     finally:
         source.close()
-
-
-def open_addresses(spec: ShardSpec) -> Iterator[tuple[str, int]]:
-    """Where a sidecar gives records away, or is asked to fetch them.  Raises ContractError."""
-    if spec.pull_listen:
-        yield listen_address(spec.pull_listen)
-    if spec.pulled_bytes:
-        yield spec.host, spec.sidecar_port
-
-
-def listen_address(text: str) -> tuple[str, int]:
-    """(host, port) of `host:port`, with `[...]` around an IPv6 host.  Raises ContractError."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ContractError(f"pull_listen must be host:port, not {text!r}.")
-    return host, int(port)

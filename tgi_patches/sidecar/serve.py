@@ -16,14 +16,14 @@ import uvicorn
 from tgi_patches.bridge.arena_id import arena_id
 from tgi_patches.bridge.files import make_directories
 from tgi_patches.contract import EPOCH_VARIABLE, KEY_FILE_VARIABLE, ContractError, ShardSpec, StatusReply
-from tgi_patches.key import check_keyed, key_from
+from tgi_patches.key import check_keyed, key_from, open_addresses
 from tgi_patches.sidecar import log
 from tgi_patches.sidecar.app import App, create_app
 from tgi_patches.sidecar.core import Sidecar
 from tgi_patches.sidecar.describe import Reach, Reports, limits_of, status_of
 from tgi_patches.sidecar.heartbeat import beating, begin, heartbeat_path
 from tgi_patches.sidecar.mail import listening
-from tgi_patches.sidecar.pulls import AwaitedPuller, offering, open_addresses
+from tgi_patches.sidecar.pulls import AwaitedPuller, offering
 from tgi_patches.sidecar.records import Records
 from tgi_patches.sidecar.router import Router
 

@@ -12,8 +12,9 @@ import pytest
 
 from tests.unit.sidecar.ranks import spec_in
 from tgi_patches.contract import EPOCH_VARIABLE, KEY_VARIABLE, ContractError, MissReason, PullRequest
+from tgi_patches.key import listen_address
 from tgi_patches.sidecar.heartbeat import beating, begin, heartbeat_path, last_beat
-from tgi_patches.sidecar.pulls import AwaitedPuller, AwaitedSource, listen_address
+from tgi_patches.sidecar.pulls import AwaitedPuller, AwaitedSource
 from tgi_patches.sidecar.serve import Order
 
 SPEC = spec_in(Path("/arenas"), port=8080, sidecar_port=8081)
