@@ -16,7 +16,7 @@ from orchestrator.embedded import package
 from tests.tgi import last_run
 from tests.tgi.servers import Servers, absolute_python
 
-LIMIT_S = 600
+LIMIT_S = 1800
 """Per test, with the servers that it starts and, once, the model's conversion."""
 ASK_LIMIT_S = 60
 DESELECTED = pytest.StashKey[int]()

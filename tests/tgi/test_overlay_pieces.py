@@ -21,7 +21,6 @@ TEXT = "Write a long story about a lighthouse keeper and the sea.\n\nOnce upon a
 NEW_TOKENS = 1100
 
 
-@pytest.mark.timeout(1500)
 async def test_a_long_answer_goes_on_from_its_own_kv(servers: Servers, model: Path, tgi_python: Path) -> None:
     """SmolLM2 writes text that becomes the same tokens again, so that next to nothing is computed twice."""
     prompt = prompt_of(tokenizer_of(model), TEXT)
