@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.embedded.shard.seam import Generation, Request, Stopping
-from orchestrator.embedded.tgi.overlay import Records
 from tests.tgi.features import SMALL_CACHE, same, with_end_tokens
 from tests.tgi.pair import ARENA_BYTES, Models, Prompt, Trio, arena_folder, member, tokens, told
 from tests.tgi.prompts import prompt_of, tokenizer_of
 from tests.tgi.reference import Reference
 from tests.tgi.servers import ServerPlan, Servers
+from tgi_patches.sidecar.records import Records
 
 NEW_TOKENS = 8
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "ship", "harbour")
@@ -58,7 +58,7 @@ async def says_ended(models: Models, asked: Request) -> bool:
     handle, first = await models.put_leg(asked)
     fingerprint = put.report.fingerprint
     assert fingerprint is not None
-    with closing(Records(put.spec, put.epoch, fingerprint)) as records:
+    with closing(Records(put.spec, put.epoch, lambda: fingerprint)) as records:
         record = records.own_lookup(handle)
     assert record.first.id == first.token.id
     if record.ended:
