@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
+
 from tgi_patches.bridge import FirstToken, Record
 from tgi_patches.bridge.arena import ArenaBridge
 from tgi_patches.contract import PROTOCOL_VERSION, Fingerprint, PullReply, PullRequest
@@ -253,3 +255,16 @@ class Proxy:
                 return
             self.passed[number] += len(data)
             await writer.drain()
+
+
+@pytest.fixture
+def prefill(tmp_path: Path) -> Iterator[PrefillHost]:
+    host = PrefillHost(tmp_path / "prefill")
+    host.open()
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def away(tmp_path: Path) -> Path:
+    return tmp_path / "decode"

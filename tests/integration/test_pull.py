@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,23 +26,12 @@ from tests.integration.pull_hosts import (
     handle,
     request,
 )
+from tests.integration.pull_hosts import away as away
+from tests.integration.pull_hosts import prefill as prefill
 from tgi_patches.contract import MissReason, PullReply
 from tgi_patches.pull.wire import Hello, Kind, frame
 
 OTHER_KEY = b"another key entirely"
-
-
-@pytest.fixture
-def prefill(tmp_path: Path) -> Iterator[PrefillHost]:
-    host = PrefillHost(tmp_path / "prefill")
-    host.open()
-    yield host
-    host.close()
-
-
-@pytest.fixture
-def away(tmp_path: Path) -> Path:
-    return tmp_path / "decode"
 
 
 async def test_a_pulled_record_is_the_source_s_record(prefill: PrefillHost, away: Path) -> None:

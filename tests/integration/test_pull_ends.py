@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,22 +25,10 @@ from tests.integration.pull_hosts import (
     handle,
     request,
 )
+from tests.integration.pull_hosts import away as away
+from tests.integration.pull_hosts import prefill as prefill
 from tgi_patches.bridge import Reservation
 from tgi_patches.pull.wire import Hello, Kind, Request, frame
-
-
-@pytest.fixture
-def prefill(tmp_path: Path) -> Iterator[PrefillHost]:
-    host = PrefillHost(tmp_path / "prefill")
-    host.open()
-    yield host
-    host.close()
-
-
-@pytest.fixture
-def away(tmp_path: Path) -> Path:
-    return tmp_path / "decode"
-
 
 # --- what a stranger may send --------------------------------------------------------------------
 

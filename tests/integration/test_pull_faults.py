@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,24 +27,13 @@ from tests.integration.pull_hosts import (
     handle,
     request,
 )
+from tests.integration.pull_hosts import away as away
+from tests.integration.pull_hosts import prefill as prefill
 from tgi_patches.contract import MissReason, PullReply
 from tgi_patches.pull.puller import Puller
 from tgi_patches.pull.source import Offer, Source
 
 HASTY = replace(LIMITS, step_s=0.5)
-
-
-@pytest.fixture
-def prefill(tmp_path: Path) -> Iterator[PrefillHost]:
-    host = PrefillHost(tmp_path / "prefill")
-    host.open()
-    yield host
-    host.close()
-
-
-@pytest.fixture
-def away(tmp_path: Path) -> Path:
-    return tmp_path / "decode"
 
 
 async def pulled_through(
