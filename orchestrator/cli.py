@@ -49,6 +49,11 @@ Url = Annotated[str | None, typer.Option("--url", help="A gateway; the default i
 Model = Annotated[str | None, typer.Option("--model", help="Hub id or local folder of a decoder model.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or int8.")]
 RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL; the default is an own server.")]
+Listen = Annotated[str | None, typer.Option(help="Address of the gateway, such as 127.0.0.1:3000.")]
+Workers = Annotated[int | None, typer.Option(min=1, max=64, help="Gateway processes that share the port.")]
+TlsCert = Annotated[Path | None, typer.Option("--tls-cert", help="Certificate chain (PEM) for HTTPS.")]
+TlsKey = Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).")]
+KeysFile = Annotated[Path | None, typer.Option("--keys-file", help="YAML file with named API keys.")]
 
 
 @app.callback()
@@ -56,6 +61,17 @@ def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of our own errors.")] = False,
 ) -> None:
     """Options of every command; `Commands` reads them."""
+
+
+def _gateway_flags(
+    workers: int | None, tls_cert: Path | None, tls_key: Path | None, keys_file: Path | None
+) -> dict[str, Any]:
+    return {
+        "gateway.workers": workers,
+        "gateway.tls_cert": tls_cert,
+        "gateway.tls_key": tls_key,
+        "gateway.keys_file": keys_file,
+    }
 
 
 @app.command()
@@ -68,6 +84,10 @@ def up(
     decode: Annotated[int | None, typer.Option(help="Number of decode shards.")] = None,
     mixed: Annotated[int | None, typer.Option(help="Number of mixed shards.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for any free one.")] = None,
+    workers: Workers = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    keys_file: KeysFile = None,
     redis: RedisUrl = None,
     tgi_python: Annotated[
         str | None,
@@ -89,6 +109,7 @@ def up(
         "shards.prefill.count": prefill,
         "shards.decode.count": decode,
         "shards.mixed.count": mixed,
+        **_gateway_flags(workers, tls_cert, tls_key, keys_file),
         "redis.url": redis,
         "tgi.python": tgi_python,
         "deployment": deployment,
@@ -125,7 +146,11 @@ def status(
 def serve(
     config: Config = None,
     redis: RedisUrl = None,
-    listen: Annotated[str | None, typer.Option(help="Address, such as 127.0.0.1:3000.")] = None,
+    listen: Listen = None,
+    workers: Workers = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    keys_file: KeysFile = None,
     deployment: Deployment = None,
     fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -133,7 +158,12 @@ def serve(
     from orchestrator.commands.common import settings_of
     from orchestrator.commands.serve import run_gateway
 
-    flags = {"redis.url": redis, "gateway.listen": listen, "deployment": deployment}
+    flags = {
+        "redis.url": redis,
+        "gateway.listen": listen,
+        **_gateway_flags(workers, tls_cert, tls_key, keys_file),
+        "deployment": deployment,
+    }
     run_gateway(settings_of(config, flags), fd=fd)
 
 

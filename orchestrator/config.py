@@ -31,7 +31,15 @@ __all__ = ["DEFAULT_MODEL", "Loaded", "Settings", "hidden", "load_settings"]
 
 ENV_PREFIX = "ORCHESTRATOR_"
 KEY_VARIABLES = frozenset({KEY_VARIABLE, KEY_FILE_VARIABLE})
-RESERVED_VARIABLES = KEY_VARIABLES | {SPEC_VARIABLE, EPOCH_VARIABLE, STRICT_VARIABLE, "ORCHESTRATOR_CONFIG"}
+API_KEYS_VARIABLE = "ORCHESTRATOR_API_KEYS"
+"""`name=key,name=key`: API keys of clients, besides those of the keys file."""
+RESERVED_VARIABLES = KEY_VARIABLES | {
+    SPEC_VARIABLE,
+    EPOCH_VARIABLE,
+    STRICT_VARIABLE,
+    API_KEYS_VARIABLE,
+    "ORCHESTRATOR_CONFIG",
+}
 """Variables with our prefix that are not settings."""
 SECRET_KEYS = frozenset({"redis.url"})
 """May hold a password: never shown as they are."""

@@ -4,6 +4,7 @@ OrchestratorError
 ├── ConfigError              what the user wrote cannot be used; exit code 2
 ├── Unreachable              a deployment, Redis or a shard does not answer; exit code 3
 ├── GatewayError             an answer to a client, in TGI's error shape
+│   ├── Unauthorized         401 unauthorized
 │   ├── InvalidRequest       422 validation
 │   ├── TooLarge             413 validation
 │   ├── Overloaded           429 overloaded
@@ -45,6 +46,13 @@ class GatewayError(OrchestratorError):
         return {"error": str(self), "error_type": self.error_type}
 
 
+class Unauthorized(GatewayError):
+    """No API key, or one that is not known."""
+
+    status = 401
+    error_type = "unauthorized"
+
+
 class InvalidRequest(GatewayError):
     status = 422
     error_type = "validation"
@@ -56,8 +64,14 @@ class TooLarge(GatewayError):
 
 
 class Overloaded(GatewayError):
+    """Too much at once; `retry_after` is for the header of that name, in whole seconds."""
+
     status = 429
     error_type = "overloaded"
+
+    def __init__(self, text: str, retry_after: str | None = None) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
 
 
 class GenerationFailed(GatewayError):

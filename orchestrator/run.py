@@ -39,6 +39,14 @@ class Job:
     debug: bool = False
     array: bool = False
     """`POST /` answers with a list of one."""
+    choices: int = 1
+    """How many answers one stream carries: it has ended when each of them has."""
+    key_name: str = ""
+    """Of the API key that was shown; empty where none is asked for."""
+    priority: int = 0
+    """Higher is served first."""
+    timeout_s: float | None = None
+    """The caller's own, from arrival to the last token; the gateway's holds as well."""
 
 
 class Out(Protocol):

@@ -138,6 +138,19 @@ class ShardsSection(Section):
 
 class GatewaySection(Section):
     listen: Address = "127.0.0.1:3000"
+    workers: int = Field(1, ge=1, le=64)
+    """Processes that share the port."""
+    tls_cert: AbsolutePath | None = None
+    """A certificate chain as PEM; with it clients speak HTTPS."""
+    tls_key: AbsolutePath | None = None
+    keys_file: AbsolutePath | None = None
+    """API keys by name, and their limits; without any key everybody of this machine is served."""
+    allow_anonymous: bool = False
+    """Serve without API keys on an address that other machines reach."""
+    admin_listen: Annotated[str, AfterValidator(_address_or_none)] = ""
+    """An address of its own for `/admin` and `/metrics`; empty: that of the clients."""
+    admin_token_file: AbsolutePath | None = None
+    """A file with the token that `/admin` and `/metrics` then ask for."""
     connect_timeout_s: Seconds = 2.0
     wait_timeout_s: Seconds = 5.0
     """How long the gateway waits for a KV record after the put leg."""

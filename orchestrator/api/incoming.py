@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,19 @@ class Caller:
     """What the headers say."""
 
     request_id: str
-    debug: bool
+    debug: bool = False
     """Asks for the phases of its request."""
+    key_name: str = ""
+    """Of the API key that was shown."""
+    priority: int = 0
+    timeout_s: float | None = None
 
     @classmethod
-    def of(cls, request: Request) -> Caller:
+    def of(cls, headers: Mapping[str, str]) -> Caller:
         """Takes the caller's own request id where it is safe in a log, else mints one."""
-        given = request.headers.get("x-request-id", "")
+        given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        return cls(request_id, request.headers.get("x-orchestrator-debug") == "1")
+        return cls(request_id, headers.get("x-orchestrator-debug") == "1")
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:

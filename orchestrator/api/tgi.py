@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from orchestrator.api import jobs
 from orchestrator.api.gateway import Gateway
-from orchestrator.api.incoming import Caller, read_body, refuse_tags
+from orchestrator.api.incoming import Caller, read_body
 from orchestrator.api.reply import Generation
-from orchestrator.api.schemas import ErrorBody, GenerateBody, parse_body
-from orchestrator.core.estimate import size_of_text
-from orchestrator.core.redress import Dialect, may_split
+from orchestrator.api.schemas import ErrorBody
 from orchestrator.core.shard import ShardState
-from orchestrator.run import Job
 
 _TAG = "Text Generation Inference"
 
@@ -23,32 +19,26 @@ def routes(gateway: Gateway) -> APIRouter:
     """`/`, `/generate`, `/generate_stream`, `/tokenize`, `/info` and the health checks."""
     router = APIRouter(tags=[_TAG])
 
-    async def parsed(request: Request) -> tuple[GenerateBody, dict[str, Any]]:
-        body, raw = parse_body(GenerateBody, await read_body(request, gateway.payload_bytes))
-        refuse_tags(Dialect.TGI, raw)
-        return body, raw
+    async def answered(request: Request, job_of: jobs.JobOf) -> Response:
+        body = await read_body(request, gateway.payload_bytes)
+        return Generation(gateway.pipeline, job_of(body, Caller.of(request.headers)))
 
     @router.post("/generate")
     async def generate(request: Request) -> Response:
-        body, raw = await parsed(request)
-        return Generation(gateway.pipeline, job_of(body, raw, Caller.of(request), stream=False))
+        return await answered(request, jobs.generate)
 
     @router.post("/generate_stream")
     async def generate_stream(request: Request) -> Response:
-        body, raw = await parsed(request)
-        return Generation(gateway.pipeline, job_of(body, raw, Caller.of(request), stream=True))
+        return await answered(request, jobs.generate_stream)
 
     @router.post("/")
     async def compatible(request: Request) -> Response:
-        body, raw = await parsed(request)
-        body, raw = parse_body(GenerateBody, orjson.dumps(_with_full_text(raw)))
-        job = job_of(body, raw, Caller.of(request), stream=body.stream, array=not body.stream)
-        return Generation(gateway.pipeline, job)
+        return await answered(request, jobs.compatible)
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        _, raw = await parsed(request)
-        caller = Caller.of(request)
+        _, raw = jobs.parsed_generate(await read_body(request, gateway.payload_bytes))
+        caller = Caller.of(request.headers)
         answer = await gateway.admission.ask_any("/tokenize", orjson.dumps(raw), caller.request_id)
         return Response(answer.body, media_type="application/json")
 
@@ -75,32 +65,3 @@ def routes(gateway: Gateway) -> APIRouter:
         return Response(gateway.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
-
-
-def job_of(
-    body: GenerateBody, raw: dict[str, Any], caller: Caller, *, stream: bool, array: bool = False
-) -> Job:
-    """The job of a body whose types are checked."""
-    parameters = body.to_request().parameters
-    return Job(
-        route="generate_stream" if stream else "generate",
-        path="/generate_stream" if stream else "/generate",
-        dialect=Dialect.TGI,
-        stream=stream,
-        raw=raw,
-        parameters=parameters,
-        size=size_of_text(body.inputs),
-        splittable=may_split(parameters, tools=False, images=False),
-        request_id=caller.request_id,
-        inputs=body.inputs,
-        debug=caller.debug,
-        array=array,
-    )
-
-
-def _with_full_text(raw: dict[str, Any]) -> dict[str, Any]:
-    """`POST /` answers with the prompt in front unless told otherwise (server.rs, compat_generate)."""
-    parameters = dict(raw.get("parameters", {"do_sample": True}))
-    if parameters.get("return_full_text") is None:
-        parameters["return_full_text"] = True
-    return {**raw, "parameters": parameters}

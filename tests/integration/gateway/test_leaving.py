@@ -11,8 +11,7 @@ import pytest
 
 from orchestrator.admission import GatewaySettings
 from orchestrator.api.incoming import Caller
-from orchestrator.api.schemas import GenerateBody, parse_body
-from orchestrator.api.tgi import job_of
+from orchestrator.api.jobs import generate_stream
 from orchestrator.core.shard import ShardState
 from orchestrator.core.ticket import Completion, Outcome
 from orchestrator.metrics import Metrics
@@ -209,8 +208,7 @@ async def pipeline(house: Any) -> AsyncIterator[Pipeline]:
 
 
 def a_stream() -> Job:
-    body, raw = parse_body(GenerateBody, json.dumps(GENERATE).encode())
-    return job_of(body, raw, Caller("r", debug=False), stream=True)
+    return generate_stream(json.dumps(GENERATE).encode(), Caller("r"))
 
 
 async def test_second_cancellation_does_not_stop_the_word_to_the_queue(
