@@ -54,6 +54,8 @@ class GatewaySettings:
     """Silence on a stream after which a comment is sent."""
     max_open_requests: int = 1024
     """Requests in this gateway, waiting ones included; above it: 429."""
+    admin_port: int | None = None
+    """Where administration and metrics have an address of their own: its port."""
 
 
 class Admission:
@@ -88,14 +90,16 @@ class Admission:
             run.seed = secrets.randbits(63)
         run.handle = new_handle()
         now_s = time.time()
+        longest_s, own_s = self._settings.request_timeout_s, job.timeout_s
         return Ticket(
             handle=run.handle,
             gateway=self._queue.gateway,
             prompt_tokens=run.prompt_tokens,
             max_new_tokens=run.max_new_tokens,
             created_s=now_s,
-            deadline_s=now_s + self._settings.request_timeout_s,
+            deadline_s=now_s + (longest_s if own_s is None else min(own_s, longest_s)),
             splittable=job.splittable,
+            priority=job.priority,
             model=self.model_name(),
             prompt_hash=_prompt_hash(job),
         )

@@ -17,6 +17,7 @@ import structlog
 
 from orchestrator.admission import Admission, GatewaySettings
 from orchestrator.core import redress
+from orchestrator.core.passage import Passage
 from orchestrator.core.redress import FirstToken, Json
 from orchestrator.core.request import Event
 from orchestrator.core.sse import Event as StreamEvent
@@ -94,11 +95,13 @@ class Pipeline:
             await to_its_end(settle(run, outcome, error, self._queue, self.metrics, timeout_s))
 
     async def _within_deadline(self, run: Run) -> None:
+        longest_s, own_s = self.settings.request_timeout_s, run.job.timeout_s
         try:
-            async with asyncio.timeout(self.settings.request_timeout_s):
+            async with asyncio.timeout(longest_s if own_s is None else min(own_s, longest_s)):
                 await self._serve(run)
         except TimeoutError:
-            raise DeadlinePassed("The request took longer than the gateway allows.") from None
+            whose = "the gateway allows" if own_s is None or own_s >= longest_s else "its own limit"
+            raise DeadlinePassed(f"The request took longer than {whose}.") from None
 
     async def _serve(self, run: Run) -> None:
         self.metrics.arrived()
@@ -129,10 +132,11 @@ class Pipeline:
             event = await anext(events, None)
             if event is None:
                 raise _cut_off(events.shard)
+            passage = _passage(run, events.shard, event)
             await run.send_first(event.raw, run.headers())
             run.generated_tokens = 1
             run.enter("decode")
-            await self._relay(run, events, "", ended=_ends(run, events.shard, event))
+            await self._relay(run, events, passage)
 
     async def _mixed_whole(self, run: Run) -> None:
         job = run.job
@@ -172,7 +176,7 @@ class Pipeline:
             await run.send_first(b"".join([*ahead, encoded(run.job, first.event)]), run.headers())
             run.generated_tokens = 1
             if first.ended:
-                await self._relay(run, events, str(tag), ended=True)
+                await self._relay(run, events, Passage(job.dialect, tag=str(tag), model=run.model, ends=0))
             else:
                 run.enter("relay")
                 await self._drain(events)
@@ -181,10 +185,8 @@ class Pipeline:
     async def _drain(self, events: ShardStream) -> None:
         """Read the put leg to its end, so that its connection serves again; nothing depends on it."""
         try:
-            async with asyncio.timeout(self.settings.wait_timeout_s):
-                async for _ in events:
-                    pass
-        except (GatewayError, TimeoutError) as error:
+            await events.skip(self.settings.wait_timeout_s)
+        except GatewayError as error:
             log.warning("put_leg_cut_off", shard=events.shard, error=str(error))
 
     async def _published(self, run: Run) -> WaitReply | None:
@@ -254,13 +256,13 @@ class Pipeline:
             self._note_import(run, events.headers)
             event, payload = await _redone(run, events, first)
             run.enter("decode")
-            ended = _ends(run, events.shard, event)
-            if ended:
+            passage = _passage(run, events.shard, event, tag)
+            if passage.ended:
                 # The decode shard found an end that the prefill shard did not see: the client has
                 # the token, but not yet that it was the last.
                 end = redress.only_the_end(run.job.dialect, payload, run.model)
                 await run.out.send(encoded(run.job, end))
-            await self._relay(run, events, tag, ended=ended)
+            await self._relay(run, events, passage)
 
     # --- separated, whole answers ---------------------------------------------------------------
 
@@ -303,15 +305,13 @@ class Pipeline:
             request_id=job.request_id,
         )
 
-    async def _relay(self, run: Run, events: ShardStream, tag: str, *, ended: bool) -> None:
+    async def _relay(self, run: Run, events: ShardStream, passage: Passage) -> None:
         """The rest of a leg.  Raises ShardLost when it stops before the answer is complete."""
-        job = run.job
-        async for event in events:
-            if not ended:
-                run.generated_tokens += 1
-                ended = _ends(run, events.shard, event)
-            await run.out.send(redress.relayed(job.dialect, event, tag, run.model))
-        if not ended:
+        try:
+            await events.relay(passage, run.out.push)
+        finally:
+            run.generated_tokens += passage.tokens
+        if not passage.ended:
             raise _cut_off(events.shard)
 
     async def _send_whole(self, run: Run, answer: Answer, body: bytes) -> None:
@@ -396,11 +396,14 @@ async def _redone(run: Run, events: ShardStream, first: FirstToken) -> tuple[Str
     raise _cut_off(events.shard)
 
 
-def _ends(run: Run, shard: str, event: StreamEvent) -> bool:
+def _passage(run: Run, shard: str, event: StreamEvent, tag: str = "") -> Passage:
+    """For the rest of a stream whose first event is this one."""
+    passage = Passage(run.job.dialect, tag=tag, model=run.model, ends=run.job.choices)
     try:
-        return redress.is_last(run.job.dialect, event.data or b"")
+        passage.ends(event.data or b"")
     except ValueError:
         raise ShardLost(f"Shard {shard} sent an event that cannot be read.") from None
+    return passage
 
 
 def _cut_off(shard: str) -> ShardLost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,10 @@ from orchestrator.core.request import Event, State
 from orchestrator.core.sse import openai_event, tgi_event
 from orchestrator.core.ticket import Grant
 from orchestrator.core.validation import GenerateParameters
+
+
+def _free(_: int) -> None:
+    """Where nobody counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Job:
     """Higher is served first."""
     timeout_s: float | None = None
     """The caller's own, from arrival to the last token; the gateway's holds as well."""
+    charge: Callable[[int], None] = _free
+    """Told the tokens of prompt and answer when the request is over."""
 
 
 class Out(Protocol):
@@ -59,6 +65,9 @@ class Out(Protocol):
 
     async def start(self, headers: Mapping[str, str]) -> None:
         """The head of an event stream, status 200."""
+
+    def push(self, piece: bytes) -> Awaitable[None] | None:
+        """Whole events, at once.  Not None where the client is slow: to be awaited before the next."""
 
     async def send(self, piece: bytes) -> None:
         """Whole events.  Waits while the client is slow."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from orchestrator.core.redress import Dialect
+from orchestrator.core import redress
 from orchestrator.core.request import Event
 from orchestrator.core.ticket import Completion, Outcome
 from orchestrator.errors import GatewayError, OrchestratorError
@@ -50,6 +50,7 @@ async def settle(
         generated_tokens=run.generated_tokens,
     )
     _log_access(run, outcome, error, total_s)
+    run.job.charge(run.prompt_tokens + run.generated_tokens if run.granted is not None else 0)
     if not run.handle:
         return
     try:
@@ -67,10 +68,7 @@ async def end_with_error(run: Run, error: GatewayError) -> None:
     """The last event of a stream that cannot go on; a client that does not read is given up."""
     if not run.job.stream:
         return
-    payload: dict[str, Any] = dict(error.body())
-    if run.job.dialect is Dialect.CHAT:
-        # TGI's shape on this route, with the status that it would have had.
-        payload["error"] = {"message": str(error), "http_status_code": error.status}
+    payload = redress.error_event(run.job.dialect, str(error), error.status, error.error_type)
     try:
         async with asyncio.timeout(_LAST_WORD_S):
             await run.out.send(encoded(run.job, payload))
@@ -110,6 +108,7 @@ def _log_access(run: Run, outcome: Outcome, error: GatewayError | None, total_s:
         "request",
         route=run.job.route,
         request_id=run.job.request_id,
+        key=run.job.key_name or None,
         outcome=str(outcome),
         status=200 if error is None or run.out.started else error.status,
         choice=None if run.granted is None else str(run.granted.choice),

@@ -6,22 +6,21 @@ lifespan.  Every error leaves in TGI's shape, `{"error", "error_type"}`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import orjson
 import structlog
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from orchestrator.access import Access
 from orchestrator.admission import GatewaySettings
 from orchestrator.api import admin, openai, tgi
+from orchestrator.api.front import Front, refuse
 from orchestrator.api.gateway import Gateway
-from orchestrator.api.reply import error_headers
-from orchestrator.errors import GatewayError, TooLarge
+from orchestrator.errors import GatewayError
 from orchestrator.metrics import Metrics
 from orchestrator.pipeline import Pipeline
 from orchestrator.queues.protocol import RequestQueue
@@ -31,18 +30,20 @@ __all__ = ["GatewaySettings", "create_app"]
 
 log = structlog.get_logger()
 
-LINGER_S = 1.0
-_GENERATIONS = {
-    "/": "generate",
-    "/generate": "generate",
-    "/generate_stream": "generate_stream",
-    "/v1/chat/completions": "chat",
-}
 
+def create_app(
+    settings: GatewaySettings,
+    *,
+    queue: RequestQueue,
+    shards: ShardClient,
+    access: Access | None = None,
+    metrics: Metrics | None = None,
+) -> Front:
+    """The application.  Its lifespan starts the queue, and closes queue and client at the end.
 
-def create_app(settings: GatewaySettings, *, queue: RequestQueue, shards: ShardClient) -> FastAPI:
-    """The application.  Its lifespan starts the queue, and closes queue and client at the end."""
-    metrics = Metrics(queue.shards, lambda: queue.mode)
+    Without `access` everybody is let in; without `metrics` it counts for itself alone.
+    """
+    metrics = metrics or Metrics(queue.shards, lambda: queue.mode)
     pipeline = Pipeline(settings, queue, shards, metrics)
     gateway = Gateway(pipeline, queue, metrics)
 
@@ -59,43 +60,27 @@ def create_app(settings: GatewaySettings, *, queue: RequestQueue, shards: ShardC
     for router in (tgi.routes(gateway), openai.routes(gateway), admin.routes(gateway)):
         app.include_router(router)
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, GatewayError)
-        route = _GENERATIONS.get(request.url.path)
-        if route is not None:
-            metrics.unparsed(route, error.error_type)
-        log.info("request", route=route or request.url.path, status=error.status, error=error.error_type)
-        if isinstance(error, TooLarge):
-            return Lingering(error)
-        return JSONResponse(error.body(), error.status, headers=error_headers(error))
-
-    app.add_exception_handler(GatewayError, refused)
+    app.add_exception_handler(GatewayError, _refused)
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_exception_handler(Exception, _our_bug)
-    return app
+    return Front(app, gateway, access or Access.anybody(), settings.admin_port)
 
 
-class Lingering(Response):
-    """Refuses a body that was not read, and lets its sender finish the sentence.
+class Refused(Response):
+    """One of our errors, from a route of FastAPI's."""
 
-    Closing at once would reset the connection under a client that still writes, and the answer
-    would be lost with it.  What arrives within LINGER_S is dropped.
-    """
-
-    def __init__(self, error: GatewayError) -> None:
-        super().__init__(orjson.dumps(error.body()), error.status, media_type="application/json")
-        self.headers["connection"] = "close"
+    def __init__(self, error: GatewayError, request_id: str) -> None:
+        super().__init__()
+        self._error = error
+        self._request_id = request_id
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        try:
-            async with asyncio.timeout(LINGER_S):
-                while (await receive()).get("more_body", False):
-                    pass
-        except TimeoutError:
-            pass
-        await send({"type": "http.response.body", "body": b""})
+        await refuse(self._error, self._request_id, receive, send)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return Refused(error, request.headers.get("x-request-id", ""))
 
 
 async def _no_such_route(_: Request, error: Exception) -> Response:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import re
-import uuid
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Receive
 
+from orchestrator.access import Visit
 from orchestrator.core.redress import Dialect, client_tag
 from orchestrator.errors import InvalidRequest, TooLarge
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_TIMEOUT = re.compile(rb"[0-9]{1,6}(\.[0-9]{1,6})?")
+TIMEOUT_HEADER = b"x-orchestrator-timeout-s"
+
+
+class ClientLeft(Exception):
+    """The connection ended before the request did."""
+
+
+def _free(_: int) -> None:
+    """Where nobody counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +39,63 @@ class Caller:
     """Of the API key that was shown."""
     priority: int = 0
     timeout_s: float | None = None
+    charge: Callable[[int], None] = _free
+    """To be told the request's tokens, prompt and answer, when it is over."""
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> Caller:
-        """Takes the caller's own request id where it is safe in a log, else mints one."""
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        return cls(request_id, headers.get("x-orchestrator-debug") == "1")
+        """Of a request that generates nothing; its id has passed `request_id_of`."""
+        return cls(headers.get("x-request-id", ""))
+
+
+def caller_of(headers: Mapping[bytes, bytes], visit: Visit, request_id: str) -> Caller:
+    """Of a request that generates.  InvalidRequest for a timeout that is none."""
+    return Caller(
+        request_id=request_id,
+        debug=headers.get(b"x-orchestrator-debug") == b"1",
+        key_name=visit.key_name,
+        priority=visit.priority,
+        timeout_s=_timeout_s(headers[TIMEOUT_HEADER]) if TIMEOUT_HEADER in headers else None,
+        charge=visit.leave,
+    )
+
+
+def request_id_of(headers: Mapping[bytes, bytes]) -> str:
+    """The caller's own where it is safe in a log and in a header, else a new one."""
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _timeout_s(given: bytes) -> float:
+    if not _TIMEOUT.fullmatch(given) or float(given) <= 0:
+        raise InvalidRequest(
+            f"The header {TIMEOUT_HEADER.decode()} must be a number of seconds above 0, such as 2.5."
+        )
+    return float(given)
+
+
+async def body_of(receive: Receive, headers: Mapping[bytes, bytes], limit_bytes: int) -> bytes:
+    """The body.  Raises TooLarge as soon as the limit is passed, before reading on, and ClientLeft."""
+    told = headers.get(b"content-length", b"")
+    if told.isdigit() and int(told) > limit_bytes:
+        raise _too_large(limit_bytes)
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > limit_bytes:
+            raise _too_large(limit_bytes)
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The body.  Raises TooLarge as soon as the limit is passed, before reading on."""
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > limit_bytes:
-        raise _too_large(limit_bytes)
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit_bytes:
-            raise _too_large(limit_bytes)
-    return bytes(body)
+    """The same for a route of FastAPI's."""
+    return await body_of(request.receive, dict(request.scope["headers"]), limit_bytes)
 
 
 def refuse_tags(dialect: Dialect, raw: dict[str, Any]) -> None:

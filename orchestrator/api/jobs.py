@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import orjson
-
 from orchestrator.api.incoming import Caller, refuse_tags
-from orchestrator.api.schemas import ChatRequest, GenerateBody, parse_body
+from orchestrator.api.schemas import ChatRequest, CompletionRequest, GenerateBody, parse_body, wrong_type
 from orchestrator.core.estimate import size_of_chat, size_of_text
 from orchestrator.core.redress import Dialect, may_split
+from orchestrator.core.validation import GenerateParameters
 from orchestrator.errors import InvalidRequest
 from orchestrator.run import Job
 
@@ -19,25 +18,38 @@ class ToolError(InvalidRequest):
     error_type = "tool_error"
 
 
+class SuffixNotSupported(InvalidRequest):
+    error_type = "suffix not supported"
+
+
+_NO_SUFFIX = "Suffix is not supported and can be achieved by preprocessing the prompt."
+
+
 JobOf = Callable[[bytes, Caller], Job]
 """Raises InvalidRequest for a body that is no request of the route."""
 
 
 def generate(body: bytes, caller: Caller) -> Job:
     """`POST /generate`"""
-    return _of_tgi(*parsed_generate(body), caller, stream=False)
+    parsed, raw = parsed_generate(body)
+    return _of_tgi(parsed.inputs, parsed.to_parameters(), raw, caller, stream=False)
 
 
 def generate_stream(body: bytes, caller: Caller) -> Job:
     """`POST /generate_stream`"""
-    return _of_tgi(*parsed_generate(body), caller, stream=True)
+    parsed, raw = parsed_generate(body)
+    return _of_tgi(parsed.inputs, parsed.to_parameters(), raw, caller, stream=True)
 
 
 def compatible(body: bytes, caller: Caller) -> Job:
-    """`POST /`"""
-    _, raw = parsed_generate(body)
-    parsed, raw = parse_body(GenerateBody, orjson.dumps(_with_full_text(raw)))
-    return _of_tgi(parsed, raw, caller, stream=parsed.stream, array=not parsed.stream)
+    """`POST /`: answers with the prompt in front unless told otherwise (server.rs, compat_generate)."""
+    parsed, raw = parsed_generate(body)
+    changes: dict[str, Any] = {}
+    if parsed.parameters is None or parsed.parameters.return_full_text is None:
+        changes = {"return_full_text": True}
+        raw["parameters"] = raw.get("parameters", {"do_sample": True}) | changes
+    parameters = parsed.to_parameters(**changes)
+    return _of_tgi(parsed.inputs, parameters, raw, caller, stream=parsed.stream, array=not parsed.stream)
 
 
 def chat(body: bytes, caller: Caller) -> Job:
@@ -60,11 +72,38 @@ def chat(body: bytes, caller: Caller) -> Job:
     )
 
 
+def completions(body: bytes, caller: Caller) -> Job:
+    """`POST /v1/completions`: of several prompts the longest stands for each (size, length, count)."""
+    parsed, raw = parse_body(CompletionRequest, body)
+    refuse_tags(Dialect.COMPLETION, raw)
+    if parsed.suffix is not None:
+        raise SuffixNotSupported(_NO_SUFFIX)
+    prompts = parsed.prompts()
+    parameters = parsed.to_parameters()
+    sizes = [size_of_text(prompt) for prompt in prompts]
+    size = max(sizes, key=lambda each: each.upper_bound)
+    return Job(
+        route="completions_stream" if parsed.stream else "completions",
+        path="/v1/completions",
+        dialect=Dialect.COMPLETION,
+        stream=parsed.stream,
+        raw=raw,
+        parameters=parameters,
+        size=size,
+        splittable=may_split(parameters, choices=len(prompts), tools=False, images=False),
+        inputs=prompts[sizes.index(size)] if all(prompts) else "",
+        model=parsed.model,
+        choices=len(prompts),
+        **of_caller(caller),
+    )
+
+
 GENERATIONS: Mapping[str, JobOf] = {
     "/": compatible,
     "/generate": generate,
     "/generate_stream": generate_stream,
     "/v1/chat/completions": chat,
+    "/v1/completions": completions,
 }
 """By path, what is posted there and answered by a generation."""
 
@@ -79,6 +118,8 @@ def parsed_generate(body: bytes) -> tuple[GenerateBody, dict[str, Any]]:
 def parsed_chat(body: bytes) -> tuple[ChatRequest, dict[str, Any]]:
     """A chat, checked."""
     parsed, raw = parse_body(ChatRequest, body)
+    if "max_tokens" in raw and "max_completion_tokens" in raw:
+        raise wrong_type("duplicate field `max_tokens`")  # two names of one field
     refuse_tags(Dialect.CHAT, raw)
     if parsed.tools is not None and parsed.response_format is not None:
         raise ToolError("Tool error: Grammar and tools are mutually exclusive")
@@ -93,13 +134,19 @@ def of_caller(caller: Caller) -> dict[str, Any]:
         "key_name": caller.key_name,
         "priority": caller.priority,
         "timeout_s": caller.timeout_s,
+        "charge": caller.charge,
     }
 
 
 def _of_tgi(
-    body: GenerateBody, raw: dict[str, Any], caller: Caller, *, stream: bool, array: bool = False
+    inputs: str,
+    parameters: GenerateParameters,
+    raw: dict[str, Any],
+    caller: Caller,
+    *,
+    stream: bool,
+    array: bool = False,
 ) -> Job:
-    parameters = body.to_request().parameters
     return Job(
         route="generate_stream" if stream else "generate",
         path="/generate_stream" if stream else "/generate",
@@ -107,17 +154,9 @@ def _of_tgi(
         stream=stream,
         raw=raw,
         parameters=parameters,
-        size=size_of_text(body.inputs),
+        size=size_of_text(inputs),
         splittable=may_split(parameters, tools=False, images=False),
-        inputs=body.inputs,
+        inputs=inputs,
         array=array,
         **of_caller(caller),
     )
-
-
-def _with_full_text(raw: dict[str, Any]) -> dict[str, Any]:
-    """`POST /` answers with the prompt in front unless told otherwise (server.rs, compat_generate)."""
-    parameters = dict(raw.get("parameters", {"do_sample": True}))
-    if parameters.get("return_full_text") is None:
-        parameters["return_full_text"] = True
-    return {**raw, "parameters": parameters}

@@ -1,75 +1,124 @@
-"""A generation as an ASGI answer: the head waits for the first token, a client that left is noticed.
-
-Three tasks: one serves the request, one listens for the client's departure and cancels the first,
-one sends a comment on a stream that is silent for long.
-"""
+"""A generation as an ASGI answer: the head waits for the first token, a client that left is noticed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 import orjson
+import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from orchestrator.api.stepping import Departure, begun
 from orchestrator.core.sse import KEEP_ALIVE
 from orchestrator.errors import GatewayError
 from orchestrator.pipeline import Pipeline
 from orchestrator.run import Job
 
-_STREAM_HEADERS = {
-    "content-type": "text/event-stream",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+log = structlog.get_logger()
+
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_INTERNAL = b'{"error":"Internal error","error_type":"internal"}'
 RETRY_AFTER_S = 1
 
 
 class AsgiOut:
-    """Writes one answer to an ASGI server; `run.Out`."""
+    """Writes one answer to an ASGI server; `run.Out`.
 
-    def __init__(self, send: Send) -> None:
+    A stream on which nothing was sent for `keep_alive_s` gets a comment.
+    """
+
+    __slots__ = ("_fresh", "_keep_alive_s", "_send", "_slow", "_timer", "ended", "started")
+
+    def __init__(self, send: Send, keep_alive_s: float) -> None:
         self.started = False
         self.ended = False
         self._send = send
-        self._lock = asyncio.Lock()
-        self._sent_since_check = False
+        self._keep_alive_s = keep_alive_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._fresh = False
+        self._slow = False
 
     async def whole(self, body: bytes, headers: Mapping[str, str], status: int = 200) -> None:
         self.started = self.ended = True
-        head = {"content-type": "application/json", "content-length": str(len(body)), **headers}
-        await self._send({"type": "http.response.start", "status": status, "headers": _encoded(head)})
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        head += _encoded(headers)
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body})
 
     async def start(self, headers: Mapping[str, str]) -> None:
         self.started = True
-        head = _encoded({**_STREAM_HEADERS, **headers})
+        head = [*_STREAM_HEADERS, *_encoded(headers)]
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
+        self._timer = asyncio.get_running_loop().call_later(self._keep_alive_s, self._quiet)
+
+    def push(self, piece: bytes) -> Awaitable[None] | None:
+        """Send without a task; see `shards.relay.Push`."""
+        if self.ended:
+            return None
+        self._fresh = True
+        rest = begun(self._send({"type": "http.response.body", "body": piece, "more_body": True}))  # type: ignore[arg-type]
+        self._slow = rest is not None
+        return rest
 
     async def send(self, piece: bytes) -> None:
-        async with self._lock:
-            if not self.ended:
-                self._sent_since_check = True
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        rest = self.push(piece)
+        if rest is not None:
+            await rest
 
     async def finish(self) -> None:
-        async with self._lock:
-            if not self.ended:
-                self.ended = True
-                await self._send({"type": "http.response.body", "body": b""})
+        if not self.ended:
+            self.ended = True
+            await self._send({"type": "http.response.body", "body": b""})
 
-    async def keep_alive(self, period_s: float) -> None:
-        """A comment for every period in which nothing was sent; runs until it is cancelled."""
-        while True:
-            await asyncio.sleep(period_s)
-            if self.started and not self._sent_since_check:
-                await self.send(KEEP_ALIVE)
-            self._sent_since_check = False
+    def close(self) -> None:
+        """Nothing more will be sent."""
+        self.ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _quiet(self) -> None:
+        if self.ended:
+            return
+        # A client that does not even take what was sent needs no comment.
+        if not self._fresh and not self._slow:
+            self.push(KEEP_ALIVE)
+        self._fresh = False
+        self._timer = asyncio.get_running_loop().call_later(self._keep_alive_s, self._quiet)
+
+
+async def answer(pipeline: Pipeline, job: Job, receive: Receive, send: Send) -> None:
+    """Serve `job`; ends when its answer is complete or its client has left."""
+    out = AsgiOut(send, pipeline.settings.keep_alive_s)
+    task = asyncio.current_task()
+    assert task is not None, "ASGI servers run applications in tasks"
+    gone = False
+
+    def left() -> None:
+        # The server says the same once an answer is complete.
+        nonlocal gone
+        if not out.ended:
+            gone = True
+            task.cancel()
+
+    departure = Departure(receive, left)
+    try:
+        await _serve(pipeline, job, out)
+    except asyncio.CancelledError:
+        if not gone or task.uncancel():
+            raise
+    finally:
+        departure.close()
+        out.close()
 
 
 class Generation(Response):
-    """Answers one job."""
+    """The same for a route of FastAPI's."""
 
     def __init__(self, pipeline: Pipeline, job: Job) -> None:
         super().__init__()
@@ -77,35 +126,29 @@ class Generation(Response):
         self._job = job
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        out = AsgiOut(send)
-        async with asyncio.TaskGroup() as group:
-            serving = group.create_task(self._serve(out))
-            beside = [
-                group.create_task(_cancel_when_left(receive, out, serving)),
-                group.create_task(out.keep_alive(self._pipeline.settings.keep_alive_s)),
-            ]
-            serving.add_done_callback(lambda _: [task.cancel() for task in beside])
+        await answer(self._pipeline, self._job, receive, send)
 
-    async def _serve(self, out: AsgiOut) -> None:
-        try:
-            await self._pipeline.serve(self._job, out)
-        except GatewayError as error:
-            headers = error_headers(error) | {"x-request-id": self._job.request_id}
-            await out.whole(orjson.dumps(error.body()), headers, error.status)
+
+async def _serve(pipeline: Pipeline, job: Job, out: AsgiOut) -> None:
+    try:
+        await pipeline.serve(job, out)
+    except GatewayError as error:
+        headers = error_headers(error) | {"x-request-id": job.request_id}
+        await out.whole(orjson.dumps(error.body()), headers, error.status)
+    except Exception:
+        # A bug of ours: its request ends, in TGI's shape while that is possible, and nothing else does.
+        log.exception("request_failed", route=job.route, request_id=job.request_id)
+        if out.started:
+            raise
+        await out.whole(_INTERNAL, {"x-request-id": job.request_id}, 500)
 
 
 def error_headers(error: GatewayError) -> dict[str, str]:
-    """`Retry-After` for what may work a moment later."""
+    """`Retry-After` for what may work a moment later, the scheme for who shows no key."""
+    if error.status == 401:
+        return {"www-authenticate": "Bearer"}
     told: str | None = getattr(error, "retry_after", None)
     return {"retry-after": told or str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
-
-
-async def _cancel_when_left(receive: Receive, out: AsgiOut, serving: asyncio.Task[None]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    # The server says the same once an answer is complete.
-    if not out.ended:
-        serving.cancel()
 
 
 def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

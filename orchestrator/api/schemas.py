@@ -6,10 +6,18 @@ number from a string, no null where TGI has no option.  The answers stand in `an
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import orjson
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from orchestrator.api.answers import (
     BestOfSequence as BestOfSequence,
@@ -87,7 +95,7 @@ from orchestrator.api.answers import (
     openai_reason as openai_reason,
 )
 from orchestrator.core.validation import GenerateParameters as CoreParameters
-from orchestrator.core.validation import GenerateRequest, absent_parameters, chat_parameters
+from orchestrator.core.validation import GenerateRequest, chat_parameters
 from orchestrator.errors import InvalidRequest
 
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -95,6 +103,8 @@ I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 F32 = Annotated[float, Field(allow_inf_nan=False)]
 Body = TypeVar("Body", bound="Incoming")
+_WRITABLE_DEPTH = 254
+"""Levels that orjson writes."""
 
 
 class Incoming(BaseModel):
@@ -108,6 +118,15 @@ class Grammar(Incoming):
 
     type: Literal["json", "json_object", "json_schema", "regex"]
     value: Any
+    """A JSON Schema; of `json_schema` an object with `schema` in it; of `regex` a string."""
+
+    @model_validator(mode="after")
+    def _value_is_of_its_type(self) -> Self:
+        if self.type == "regex" and not isinstance(self.value, str):
+            raise ValueError("the value of a `regex` is a string")
+        if self.type == "json_schema" and not (isinstance(self.value, dict) and "schema" in self.value):
+            raise ValueError("the value of a `json_schema` is an object with a `schema`")
+        return self
 
 
 class GenerateParameters(Incoming):
@@ -135,10 +154,13 @@ class GenerateParameters(Incoming):
     ignore_eos_token: bool = False
     """Ours: an embedded shard then generates `max_new_tokens` whatever comes.  TGI ignores the field."""
 
-    def to_core(self) -> CoreParameters:
+    def to_core(self, **changes: Any) -> CoreParameters:
         """The same, as the pure policies take it."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        return CoreParameters(**values | {"stop": tuple(self.stop)})
+        return CoreParameters(**{**self.__dict__, "stop": tuple(self.stop), **changes})
+
+
+_ABSENT = GenerateParameters(do_sample=True)
+"""What TGI uses when a body has no `parameters` (lib.rs, default_parameters)."""
 
 
 class GenerateBody(Incoming):
@@ -155,10 +177,12 @@ class GenerateBody(Incoming):
             raise ValueError("invalid type: null, expected an object")
         return value
 
-    def to_request(self) -> GenerateRequest:
+    def to_parameters(self, **changes: Any) -> CoreParameters:
         """Absent `parameters` sample, an empty object is greedy: TGI's own rule."""
-        parameters = absent_parameters() if self.parameters is None else self.parameters.to_core()
-        return GenerateRequest(self.inputs, parameters)
+        return (self.parameters or _ABSENT).to_core(**changes)
+
+    def to_request(self) -> GenerateRequest:
+        return GenerateRequest(self.inputs, self.to_parameters())
 
 
 class ImageUrl(Incoming):
@@ -283,6 +307,13 @@ class CompletionRequest(Incoming):
     frequency_penalty: F32 | None = None
     stop: list[str] | None = None
 
+    @field_validator("prompt", mode="after")
+    @classmethod
+    def _at_least_one(cls, prompt: str | list[str]) -> str | list[str]:
+        if prompt == []:
+            raise ValueError("Empty array detected. Do not use an empty array for the prompt.")
+        return prompt
+
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
 
@@ -307,14 +338,11 @@ def parse_body(model: type[Body], body: bytes) -> tuple[Body, dict[str, Any]]:
     """A body as its model and as plain JSON.  Raises InvalidRequest for bad UTF-8, JSON or types."""
     raw = parse_json(body)
     try:
-        return model.model_validate(raw), raw
+        return model.__pydantic_validator__.validate_python(raw), raw
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise InvalidRequest(
-            f"Failed to deserialize the JSON body into the target type: {where}: {reason}"
-        ) from None
+        raise wrong_type(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -323,10 +351,22 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raw = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"Failed to parse the request body as JSON: {error}") from None
+    # orjson reads deeper nesting than it writes, and a leg is written anew.  Nothing is nested deeper
+    # than it has opening brackets, so that the trial is for bodies with very many of them.
+    if body.count(b"[") + body.count(b"{") > _WRITABLE_DEPTH:
+        _refuse_unwritable(raw)
+    if not isinstance(raw, dict):
+        raise wrong_type("expected an object")
+    return raw
+
+
+def wrong_type(reason: str) -> InvalidRequest:
+    """JSON, but not what the route reads: TGI's wording."""
+    return InvalidRequest(f"Failed to deserialize the JSON body into the target type: {reason}")
+
+
+def _refuse_unwritable(raw: Any) -> None:
     try:
-        orjson.dumps(raw)  # it reads deeper nesting than it writes, and a leg is written anew
+        orjson.dumps(raw)
     except orjson.JSONEncodeError:
         raise InvalidRequest("Failed to parse the request body as JSON: it is nested too deeply") from None
-    if not isinstance(raw, dict):
-        raise InvalidRequest("Failed to deserialize the JSON body into the target type: expected an object")
-    return raw

@@ -25,6 +25,7 @@ class Dialect(StrEnum):
 
     TGI = "tgi"
     CHAT = "chat"
+    COMPLETION = "completion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class FirstToken:
     event: dict[str, Any]
     """Re-dressed: nothing in it says that the request ended, unless it did."""
     token_id: int | None
-    """None on the chat route, whose events carry no id."""
+    """None on the OpenAI routes, whose events carry no id."""
     text: str
     ended: bool
     """The request was complete with this token."""
@@ -94,10 +95,10 @@ def get_tag(dialect: Dialect, raw: Json, *, handle: str, shard: str, epoch: int,
 
 
 def _adapter(dialect: Dialect, raw: Json) -> str:
-    if dialect is Dialect.CHAT:
-        model = raw.get("model")
-        return "" if model in (None, "tgi") else str(model)
-    return str((raw.get("parameters") or {}).get("adapter_id") or "")
+    if dialect is Dialect.TGI:
+        return str((raw.get("parameters") or {}).get("adapter_id") or "")
+    model = raw.get("model")
+    return "" if model in (None, "tgi") else str(model)
 
 
 def _with_parameters(raw: Json, **changes: Any) -> dict[str, Any]:
@@ -113,6 +114,39 @@ def _seed(seed: int | None) -> dict[str, int]:
 # --- events and answers back --------------------------------------------------------------------
 
 
+_GOING_ON = {
+    Dialect.TGI: b'"generated_text":null',
+    Dialect.CHAT: b'"finish_reason":null',
+    Dialect.COMPLETION: b'"finish_reason":""',
+}
+
+
+def going_on(dialect: Dialect) -> bytes:
+    """Bytes that stand in every token event after which more follow, and in no event that ends an answer.
+
+    Inside a JSON string a quote is escaped, so they cannot stand in a token's text.  An event may
+    lack them and yet end nothing (a chat's usage, another way of writing JSON): then `ends` reads it.
+    """
+    return _GOING_ON[dialect]
+
+
+def ends(dialect: Dialect, data: bytes) -> int:
+    """How many answers this event ends.  Raises ValueError for what is not JSON."""
+    if _GOING_ON[dialect] in data or data == b"[DONE]":
+        return 0
+    event = orjson.loads(data)
+    if not isinstance(event, dict):
+        raise ValueError("an event's data is an object")
+    if dialect is Dialect.TGI:
+        return int(event.get("generated_text") is not None)
+    return sum(bool(choice.get("finish_reason")) for choice in event.get("choices") or ())
+
+
+def is_last(dialect: Dialect, data: bytes) -> bool:
+    """True for an event that ends an answer; every token asks."""
+    return ends(dialect, data) > 0
+
+
 def is_token(dialect: Dialect, event: Json) -> bool:
     """True for an event that stands for one token, also one whose text is still empty.
 
@@ -120,7 +154,10 @@ def is_token(dialect: Dialect, event: Json) -> bool:
     """
     if dialect is Dialect.TGI:
         return {"id", "text"} <= (event.get("token") or {}).keys()
-    deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+    choices = event.get("choices") or ()
+    if dialect is Dialect.COMPLETION:
+        return any("text" in choice for choice in choices)
+    deltas = [choice.get("delta") or {} for choice in choices]
     return any("content" in delta or "tool_calls" in delta for delta in deltas)
 
 
@@ -130,22 +167,17 @@ def finish_reason(dialect: Dialect, event: Json) -> str | None:
         reason = (event.get("details") or {}).get("finish_reason")
     else:
         reason = next((choice.get("finish_reason") for choice in event.get("choices") or ()), None)
-    return None if reason is None else str(reason)
+    return str(reason) if reason else None
 
 
-def is_last(dialect: Dialect, data: bytes) -> bool:
-    """True for the event that ends the answer.
+def error_event(dialect: Dialect, text: str, status: int, error_type: str) -> dict[str, Any]:
+    """The payload of an error inside a stream, as the route's clients read it.
 
-    Every token asks, so a non-final event is told by its bytes: inside a JSON string a quote is
-    escaped, so neither pattern can stand in a token's text.
+    The OpenAI routes of TGI put 422 whatever happened; here it is the status that it would have had.
     """
-    going_on = b'"generated_text":null' if dialect is Dialect.TGI else b'"finish_reason":null'
-    if going_on in data or data == b"[DONE]":
-        return False
-    event = orjson.loads(data)
     if dialect is Dialect.TGI:
-        return event.get("generated_text") is not None
-    return finish_reason(dialect, event) is not None
+        return {"error": text, "error_type": error_type}
+    return {"error": {"message": text, "http_status_code": status}, "error_type": error_type}
 
 
 def ended_at_first(reason: str | None, max_new_tokens: int) -> bool:
@@ -166,10 +198,25 @@ def first_token(
         keep = {} if ended else {"generated_text": None}
         details = event.get("details") if ended and wants_details else None
         return FirstToken({**event, **keep, "details": details}, token["id"], token["text"], ended)
-    choices = (
-        event["choices"] if ended else [{**choice, "finish_reason": None} for choice in event["choices"]]
-    )
-    return FirstToken({**event, "choices": choices, "model": model}, None, text_of(dialect, event), ended)
+    kept = event if ended else _open(dialect, event)
+    return FirstToken({**kept, "model": _told_model(event, model)}, None, text_of(dialect, event), ended)
+
+
+def _open(dialect: Dialect, event: Json) -> dict[str, Any]:
+    """An OpenAI event that does not end anything; a completion's last one counts, its others do not."""
+    going = None if dialect is Dialect.CHAT else ""
+    choices = [{**choice, "finish_reason": going} for choice in event["choices"]]
+    counts = {"usage"} if dialect is Dialect.COMPLETION else set()
+    return {key: value for key, value in event.items() if key not in counts} | {"choices": choices}
+
+
+def _told_model(event: Json, model: str) -> str:
+    """The client's own name where the shard echoed our tag, else what the shard says.
+
+    A chat echoes `model`; TGI's completions name the served model whatever was asked for.
+    """
+    told = str(event.get("model") or "")
+    return model if carries_tag(told) or not told else told
 
 
 def generated_tokens(dialect: Dialect, answer: Json) -> int | None:
@@ -183,7 +230,10 @@ def text_of(dialect: Dialect, event: Json) -> str:
     """The text that a token event adds."""
     if dialect is Dialect.TGI:
         return str(event["token"]["text"])
-    return str(event["choices"][0]["delta"].get("content") or "")
+    choice = event["choices"][0]
+    if dialect is Dialect.COMPLETION:
+        return str(choice.get("text") or "")
+    return str(choice["delta"].get("content") or "")
 
 
 def same_token(dialect: Dialect, event: Json, first: FirstToken) -> bool:
@@ -197,19 +247,25 @@ def only_the_end(dialect: Dialect, event: Json, model: str) -> dict[str, Any]:
     """A final event whose token was sent before: the same ending, without its text."""
     if dialect is Dialect.TGI:
         return {**event, "token": {**event["token"], "text": ""}}
-    choices = [{**choice, "delta": {**choice["delta"], "content": ""}} for choice in event["choices"]]
-    return {**event, "choices": choices, "model": model}
+    choices = [{**choice, **_without_text(dialect, choice)} for choice in event["choices"]]
+    return {**event, "choices": choices, "model": _told_model(event, model)}
+
+
+def _without_text(dialect: Dialect, choice: Json) -> dict[str, Any]:
+    if dialect is Dialect.COMPLETION:
+        return {"text": ""}
+    return {"delta": {**choice["delta"], "content": ""}}
 
 
 def ended_answer(dialect: Dialect, answer: Json, *, wants_details: bool, model: str) -> dict[str, Any]:
     """The put leg's whole answer, for a client whose request ended at its first token."""
-    if dialect is Dialect.CHAT:
-        return {**answer, "model": model}
+    if dialect is not Dialect.TGI:
+        return {**answer, "model": _told_model(answer, model)}
     return dict(answer) if wants_details else {k: v for k, v in answer.items() if k != "details"}
 
 
 def put_back_model(data: bytes, tag: str, model: str) -> bytes:
-    """Chat answers echo `model`: replace our tag by the client's own name, without parsing.
+    """The OpenAI routes may echo `model`: replace our tag by the client's own name, without parsing.
 
     The quotes are part of what is searched, so only a whole JSON string can match.
     """
@@ -222,7 +278,7 @@ def put_back_model(data: bytes, tag: str, model: str) -> bytes:
 
 
 def relayed(dialect: Dialect, event: Event, tag: str, model: str) -> bytes:
-    """A later event of a leg, as the client gets it: TGI's untouched, a chat's with its `model`."""
+    """A later event of a leg, as the client gets it: TGI's untouched, others with their `model`."""
     if dialect is Dialect.TGI or not tag:
         return event.raw
     # Line ends stand only between JSON's tokens; one line is one `data` field.

@@ -63,10 +63,15 @@ class Parser:
 
         Anything else that is left was cut off and is dropped, as the specification says.
         """
+        rest = self.rest()
+        return [_event(rest)] if rest.endswith(b"\r") and _END.search(rest) else []
+
+    def rest(self) -> bytes:
+        """The beginning of an event that is not complete; the parser is empty afterwards."""
         rest = bytes(self._buffer)
         self._buffer.clear()
         self._searched = 0
-        return [_event(rest)] if rest.endswith(b"\r") and _END.search(rest) else []
+        return rest
 
     def _next_end(self, position: int) -> int | None:
         found = _END.search(self._buffer, position)

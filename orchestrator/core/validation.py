@@ -94,11 +94,6 @@ class ValidParameters:
     ignore_eos_token: bool = False
 
 
-def absent_parameters() -> GenerateParameters:
-    """What TGI uses when a body has no `parameters`: it samples (lib.rs, default_parameters)."""
-    return GenerateParameters(do_sample=True)
-
-
 def validate_parameters(
     params: GenerateParameters, limits: Limits, *, inputs: str | None = None, stream: bool = False
 ) -> ValidParameters:
@@ -148,6 +143,17 @@ def validate_parameters(
 def validate_request(request: GenerateRequest, limits: Limits, *, stream: bool = False) -> ValidParameters:
     """`validate_parameters` for a whole request, its prompt included."""
     return validate_parameters(request.parameters, limits, inputs=request.inputs, stream=stream)
+
+
+class BatchTooLarge(InvalidRequest):
+    error_type = "batch size exceeded"
+
+
+def check_batch(prompts: int, limits: Limits) -> None:
+    """How many prompts one body may carry; raises BatchTooLarge."""
+    if prompts > limits.max_client_batch_size:
+        most = limits.max_client_batch_size
+        raise BatchTooLarge(f"Number of prompts exceeds the maximum allowed batch size of {most}")
 
 
 def check_lengths(prompt_tokens: int, max_new_tokens: int | None, limits: Limits) -> int:

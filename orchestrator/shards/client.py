@@ -1,25 +1,34 @@
-"""How the gateway talks to shards: one HTTP client, a deadline on every step.
+"""How the gateway talks to shards: one pool of connections, a deadline on every step.
 
-Whatever httpx raises becomes ShardLost or DeadlinePassed here and nowhere else; a shard's own
+Whatever the pool raises becomes ShardLost or DeadlinePassed here and nowhere else; a shard's own
 refusal (422, 424, 429) becomes ShardAnswered and reaches the client as the shard wrote it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import httpx
 import orjson
 
-from orchestrator.core.sse import BrokenStream, Event, Parser
+from orchestrator.core.passage import Passage
+from orchestrator.core.sse import Event, Parser
 from orchestrator.core.ticket import Leg
 from orchestrator.errors import DeadlinePassed, GatewayError, Overloaded, ShardLost
+from orchestrator.shards.http import (
+    CannotConnect,
+    Connection,
+    ConnectionLost,
+    HttpError,
+    Origin,
+    Pool,
+    PoolFull,
+    message,
+)
+from orchestrator.shards.relay import Push, Relay
 from tgi_patches.contract import (
     ContractError,
     PullReply,
@@ -31,6 +40,12 @@ from tgi_patches.contract import (
 from tgi_patches.key import sign
 
 IMPORT_HEADER = "x-orchestrator-import"
+KNOWN_ORIGINS = 1024
+FAILURES = (HttpError, TimeoutError, ValueError, ContractError)
+"""What an exchange with a shard may raise; `translated` knows each."""
+T = TypeVar("T")
+
+_HEADERS = (("content-type", "application/json"), ("accept-encoding", "identity"))
 
 _STATUS_OF = {
     "validation": 422,
@@ -75,8 +90,10 @@ class Answer:
 
     def json(self) -> Any:
         """The parsed body; ShardLost when it is no JSON."""
-        with _translated(self.shard):
+        try:
             return orjson.loads(self.body)
+        except orjson.JSONDecodeError as error:
+            raise translated(self.shard, error) from None
 
 
 class ShardAnswered(GatewayError):
@@ -90,12 +107,15 @@ class ShardAnswered(GatewayError):
 
 
 class ShardStream:
-    """The events of one leg, in order.  Raises ShardAnswered for an error event."""
+    """The events of one leg, in order: one by one first, then all the rest in one go.
 
-    def __init__(self, shard: str, response: httpx.Response, deadlines: Deadlines) -> None:
-        self.headers: Mapping[str, str] = response.headers
+    Raises ShardAnswered for an error event.
+    """
+
+    def __init__(self, shard: str, connection: Connection, deadlines: Deadlines) -> None:
+        self.headers: Mapping[str, str] = connection.headers
         self.shard = shard
-        self._pieces: AsyncGenerator[bytes, None] = response.aiter_raw()  # type: ignore[assignment]
+        self._connection = connection
         self._parser = Parser()
         self._ready: deque[Event] = deque()
         self._patience_s = deadlines.first_event_s
@@ -107,108 +127,131 @@ class ShardStream:
     async def __anext__(self) -> Event:
         """The next event that has data."""
         if not self._ready:
-            with _translated(self.shard):
-                async with asyncio.timeout(self._patience_s):
-                    await self._fill()
+            self._connection.expect(self._patience_s)
+            try:
+                await self._fill()
+            except FAILURES as error:
+                raise translated(self.shard, error) from None
         self._patience_s = self._idle_s
         event = self._ready.popleft()
         if event.data and b'"error"' in event.data:
-            with _translated(self.shard):
+            try:
                 refusal = refusal_in(event.data)
+            except ValueError as error:
+                raise translated(self.shard, error) from None
             if refusal is not None:
                 raise refusal
         return event
 
     async def _fill(self) -> None:
         while not self._ready:
-            piece = await anext(self._pieces, None)
-            events = self._parser.finish() if piece is None else self._parser.feed(piece)
+            piece = await self._connection.piece()
+            events = self._parser.feed(piece) if piece else self._parser.finish()
             self._ready.extend(event for event in events if event.data is not None)
-            if piece is None and not self._ready:
+            if not piece and not self._ready:
                 raise StopAsyncIteration
 
-    async def aclose(self) -> None:
-        await self._pieces.aclose()
+    async def skip(self, within_s: float) -> None:
+        """Read to the end without looking, so that the connection serves again."""
+        self._connection.expect(within_s)
+        try:
+            await self._connection.rest()
+        except FAILURES as error:
+            raise translated(self.shard, error) from None
+
+    async def relay(self, passage: Passage, push: Push) -> None:
+        """Everything that is left, through `passage` into `push`, as it arrives."""
+        unread = b"".join(event.raw for event in self._ready) + self._parser.rest()
+        try:
+            await Relay(self._connection, passage, push, self._idle_s).run(unread)
+        except FAILURES as error:
+            raise translated(self.shard, error) from None
+        if passage.error_data is not None:
+            refusal = refusal_in(passage.error_data)
+            raise refusal or ShardLost(f"Shard {self.shard} sent an error that cannot be read.")
+
+
+class _Streaming:
+    """`async with`: the stream of one request; leaving the block gives the connection back."""
+
+    __slots__ = ("_client", "_connection", "_leg", "_message", "_origin")
+
+    def __init__(self, client: ShardClient, leg: Leg, origin: Origin, sent: bytes) -> None:
+        self._client, self._leg, self._origin, self._message = client, leg, origin, sent
+        self._connection: Connection | None = None
+
+    async def __aenter__(self) -> ShardStream:
+        client, shard = self._client, self._leg.shard
+        deadlines = client.deadlines
+        try:
+            connection = self._connection = await client.pool.send(
+                self._origin,
+                self._message,
+                connect_s=deadlines.connect_s,
+                within_s=deadlines.first_event_s,
+            )
+            if connection.status == 200:
+                return ShardStream(shard, connection, deadlines)
+            connection.expect(deadlines.control_s)
+            body = await connection.rest()
+            error = refused(shard, connection.status, connection.headers, body)
+        except FAILURES as failure:
+            error = translated(shard, failure)
+        self._leave()
+        raise error from None
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._connection is not None:
+            self._client.pool.release(self._origin, self._connection)
 
 
 class ShardClient:
-    """Talks to every shard of a deployment.
-
-    `key` is the deployment's, empty where it has none; `transport` is httpx's own unless given.
-    """
+    """Talks to every shard of a deployment; `key` is the deployment's, empty where it has none."""
 
     def __init__(
-        self,
-        deadlines: Deadlines | None = None,
-        *,
-        key: bytes = b"",
-        connections: int = 1024,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, deadlines: Deadlines | None = None, *, key: bytes = b"", pool: Pool | None = None
     ) -> None:
         self.deadlines = deadlines or Deadlines()
+        self.pool = pool or Pool()
         self._key = key
-        # Idle connections are dropped before a shard's server does it (5 s): no race for a stale one.
-        limits = httpx.Limits(max_connections=connections, keepalive_expiry=2.0)
-        self._http = httpx.AsyncClient(
-            transport=transport or httpx.AsyncHTTPTransport(limits=limits, trust_env=False),
-            timeout=httpx.Timeout(None, connect=self.deadlines.connect_s, pool=self.deadlines.connect_s),
-            headers={"accept-encoding": "identity"},
-            trust_env=False,
-        )
+        self._origins: dict[str, Origin] = {}
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        await self.pool.aclose()
 
     async def post(
         self, leg: Leg, path: str, body: bytes, timeout_s: float, *, request_id: str = ""
     ) -> Answer:
         """A whole answer.  Raises ShardAnswered, ShardLost or DeadlinePassed."""
-        return await self._whole("POST", leg, path, body, timeout_s, request_id)
+        return await self._whole("POST", leg, leg.url, path, body, timeout_s, request_id)
 
     async def get(self, leg: Leg, path: str) -> Answer:
         """An answer that needs no model, within `control_s`."""
-        return await self._whole("GET", leg, path, b"", self.deadlines.control_s, "")
+        return await self._whole("GET", leg, leg.url, path, b"", self.deadlines.control_s, "")
 
-    @asynccontextmanager
-    async def stream(
-        self, leg: Leg, path: str, body: bytes, *, request_id: str = ""
-    ) -> AsyncIterator[ShardStream]:
-        """The events of a streaming answer; leaving the block closes the connection.
+    def stream(self, leg: Leg, path: str, body: bytes, *, request_id: str = "") -> _Streaming:
+        """The events of a streaming answer; leaving the block closes what is not at its end.
 
         Entering waits for the answer's head.  Raises like `post`, here and while iterating.
         """
-        request = self._http.build_request("POST", leg.url + path, content=body, headers=_headers(request_id))
-        with _translated(leg.shard):
-            async with asyncio.timeout(self.deadlines.first_event_s):
-                response = await self._http.send(request, stream=True)
-        try:
-            if response.status_code != 200:
-                with _translated(leg.shard):
-                    async with asyncio.timeout(self.deadlines.control_s):
-                        await response.aread()
-                raise refused(leg.shard, response)
-            events = ShardStream(leg.shard, response, self.deadlines)
-            try:
-                yield events
-            finally:
-                await events.aclose()
-        finally:
-            await response.aclose()
+        origin = self._origin(leg.url)
+        return _Streaming(self, leg, origin, message("POST", origin, path, body, _headers(request_id)))
 
     async def status(self, url: str) -> StatusReply:
         """What a shard says of itself."""
         leg = Leg(shard=url, epoch=0, url=url)
         answer = await self.get(leg, "/kv/status")
-        with _translated(leg.shard):
-            return StatusReply.from_dict(answer.json())
+        return _read(leg.shard, StatusReply.from_dict, answer)
 
     async def wait(self, leg: Leg, handle: str, timeout_s: float) -> WaitReply:
         """What the put leg left behind, as soon as it is there; `found` is false after `timeout_s`."""
         path = f"/kv/wait/{handle}?timeout_s={timeout_s:g}"
         deadline_s = timeout_s + self.deadlines.control_s
-        answer = await self._whole("GET", _sidecar(leg), path, b"", deadline_s, "")
-        with _translated(leg.shard):
-            return WaitReply.from_dict(answer.json())
+        answer = await self._whole("GET", leg, leg.control_url, path, b"", deadline_s, "")
+        return _read(leg.shard, WaitReply.from_dict, answer)
 
     async def pull(self, leg: Leg, request: PullRequest) -> PullReply:
         """Ask a decode shard's sidecar to fetch a record; the request is signed here.
@@ -218,36 +261,58 @@ class ShardClient:
         signed = dataclasses.replace(request, signature=sign(self._key, *request.signed()))
         body = orjson.dumps(signed.to_dict())
         deadline_s = request.timeout_s + self.deadlines.pull_grace_s
-        answer = await self._whole("POST", _sidecar(leg), "/kv/pull", body, deadline_s, "")
-        with _translated(leg.shard):
-            reply = PullReply.from_dict(answer.json())
-            if reply.found:
-                checked_part(reply.shard, "shard name")
-            return reply
+        answer = await self._whole("POST", leg, leg.control_url, "/kv/pull", body, deadline_s, "")
+        return _read(leg.shard, _pull_reply, answer)
 
     async def _whole(
-        self, method: str, leg: Leg, path: str, body: bytes, timeout_s: float, request_id: str
+        self, method: str, leg: Leg, url: str, path: str, body: bytes, timeout_s: float, request_id: str
     ) -> Answer:
-        with _translated(leg.shard):
-            async with asyncio.timeout(timeout_s):
-                response = await self._http.request(
-                    method, leg.url + path, content=body, headers=_headers(request_id)
-                )
-        if response.status_code != 200:
-            raise refused(leg.shard, response)
-        return Answer(leg.shard, response.headers, response.content)
+        origin = self._origin(url)
+        try:
+            sent = message(method, origin, path, body, _headers(request_id))
+            connect_s = min(timeout_s, self.deadlines.connect_s)
+            connection = await self.pool.send(
+                origin, sent, connect_s=connect_s, within_s=timeout_s, whole=True
+            )
+        except FAILURES as error:
+            raise translated(leg.shard, error) from None
+        status, headers, content = connection.status, connection.headers, connection.take()
+        self.pool.release(origin, connection)
+        if status != 200:
+            raise refused(leg.shard, status, headers, content)
+        return Answer(leg.shard, headers, content)
+
+    def _origin(self, url: str) -> Origin:
+        origin = self._origins.get(url)
+        if origin is None:
+            if len(self._origins) > KNOWN_ORIGINS:
+                self._origins.clear()
+            origin = self._origins[url] = Origin.of(url)
+        return origin
 
 
-def _sidecar(leg: Leg) -> Leg:
-    return dataclasses.replace(leg, url=leg.control_url)
+def _pull_reply(raw: Any) -> PullReply:
+    reply = PullReply.from_dict(raw)
+    if reply.found:
+        checked_part(reply.shard, "shard name")
+    return reply
+
+
+def _read(shard: str, parse: Callable[[Any], T], answer: Answer) -> T:
+    try:
+        return parse(answer.json())
+    except ContractError as error:
+        raise translated(shard, error) from None
 
 
 def payload_of(shard: str, event: Event) -> dict[str, Any]:
     """An event's JSON object, empty for `[DONE]`; ShardLost when it is neither."""
     if event.data is None or event.data == b"[DONE]":
         return {}
-    with _translated(shard):
+    try:
         payload = orjson.loads(event.data)
+    except orjson.JSONDecodeError as error:
+        raise translated(shard, error) from None
     if not isinstance(payload, dict):
         raise ShardLost(f"Shard {shard} sent an event that is not an object.")
     return payload
@@ -270,43 +335,39 @@ def refusal_in(data: bytes) -> ShardAnswered | None:
     return ShardAnswered(_STATUS_OF.get(error_type, 500), message, error_type)
 
 
-def refused(shard: str, response: httpx.Response) -> GatewayError:
+def refused(shard: str, status: int, headers: Mapping[str, str], body: bytes) -> GatewayError:
     """The error for an answer that is not 200: passed on when it is about the request."""
-    status = response.status_code
     try:
-        payload = orjson.loads(response.content)
+        payload = orjson.loads(body)
     except orjson.JSONDecodeError:
         payload = None
     shaped = isinstance(payload, dict) and isinstance(payload.get("error"), str)
     if not shaped and not 400 <= status < 500:
         return ShardLost(f"Shard {shard} answered with status {status}.")
-    error = payload["error"] if shaped else response.text[:200] or f"Shard {shard} answered {status}."
+    text = body[:800].decode("utf-8", "replace")[:200]
+    error = payload["error"] if shaped else text or f"Shard {shard} answered {status}."
     error_type = payload.get("error_type") if shaped else None
     if status >= 500 and error_type != "incomplete_generation":
         return ShardLost(f"Shard {shard} answered with status {status}: {error}")
-    return ShardAnswered(status, error, error_type or _type_of(status), response.headers.get("retry-after"))
+    return ShardAnswered(status, error, error_type or _type_of(status), headers.get("retry-after"))
 
 
 def _type_of(status: int) -> str:
     return {422: "validation", 413: "validation", 429: "overloaded"}.get(status, "generation")
 
 
-def _headers(request_id: str) -> dict[str, str]:
-    headers = {"content-type": "application/json"}
-    return headers | {"x-request-id": request_id} if request_id else headers
+def _headers(request_id: str) -> tuple[tuple[str, str], ...]:
+    return (*_HEADERS, ("x-request-id", request_id)) if request_id else _HEADERS
 
 
-@contextmanager
-def _translated(shard: str) -> Iterator[None]:
-    try:
-        yield
-    except httpx.PoolTimeout:
-        raise Overloaded("Model is overloaded") from None
-    except (httpx.ConnectError, httpx.ConnectTimeout):
-        raise ShardLost(f"Shard {shard} cannot be reached.") from None
-    except (httpx.TimeoutException, TimeoutError):
-        raise DeadlinePassed(f"Shard {shard} did not answer in time.") from None
-    except httpx.HTTPError:
-        raise ShardLost(f"Shard {shard} went away.") from None
-    except (orjson.JSONDecodeError, BrokenStream, ContractError) as error:
-        raise ShardLost(f"Shard {shard} sent an answer that cannot be read: {error}") from None
+def translated(shard: str, error: Exception) -> GatewayError:
+    """What a failure on the way to a shard means for a client."""
+    if isinstance(error, PoolFull):
+        return Overloaded("Model is overloaded")
+    if isinstance(error, CannotConnect):
+        return ShardLost(f"Shard {shard} cannot be reached.")
+    if isinstance(error, TimeoutError):
+        return DeadlinePassed(f"Shard {shard} did not answer in time.")
+    if isinstance(error, ConnectionLost):
+        return ShardLost(f"Shard {shard} went away.")
+    return ShardLost(f"Shard {shard} sent an answer that cannot be read: {error}")

@@ -15,34 +15,26 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from orchestrator.core.redress import Dialect
 from orchestrator.core.sse import DONE, openai_event, tgi_event
 from orchestrator.core.ticket import ShardView
+from orchestrator.shards.script import Ask, Script, understood
+from orchestrator.shards.script import Part as Part
 from tgi_patches.contract import (
     PROTOCOL_VERSION,
     PULLED_SUFFIX,
     Fingerprint,
-    GetTag,
     Limits,
     PullReply,
     PullRequest,
-    PutTag,
     Role,
     WaitReply,
-    parse_tag,
 )
 
 FIRST_ID = 100
 """Token i of the script has the id FIRST_ID + i."""
 PULLED_EPOCH = 77
 """Of every copy that a pull leaves."""
-
-
-class Part(StrEnum):
-    """What a request to a shard is."""
-
-    PUT = "put"
-    GET = "get"
-    PLAIN = "plain"
 
 
 class Fault(StrEnum):
@@ -82,20 +74,6 @@ class Seen:
     """The other side's port: equal for requests on one connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """A generation request, understood."""
-
-    chat: bool
-    stream: bool
-    part: Part
-    model: str
-    max_new_tokens: int
-    details: bool
-    usage: bool
-    seed: int | None
-
-
 class _Died(Exception):
     pass
 
@@ -119,6 +97,8 @@ class FakeShard:
         self.tokens = tuple(tokens)
         self.end = end
         self.prompt_tokens = 9
+        self.echoes_model = False
+        """Whether completions name the model that was asked for."""
         self.import_result = "hit"
         self.found = True
         self.refuses_wait = False
@@ -159,8 +139,8 @@ class FakeShard:
 
     def generations(self, part: Part | None = None) -> list[Seen]:
         """The generation requests that came, of one kind if `part` is given."""
-        asked = [seen for seen in self.seen if "generate" in seen.path or "chat/completions" in seen.path]
-        return [seen for seen in asked if part is None or _understood(seen).part is part]
+        asked = [seen for seen in self.seen if "generate" in seen.path or "completions" in seen.path]
+        return [seen for seen in asked if part is None or understood(seen.path, seen.body).part is part]
 
     def view(self, state: str = "ready") -> ShardView:
         """What the shard table says of it."""
@@ -224,7 +204,7 @@ class FakeShard:
         elif self.refuses is not None:
             await _json(send, self.refuses[1], self.refuses[0])
         else:
-            ask = _understood(seen)
+            ask = understood(seen.path, seen.body)
             await (self._stream(ask, send) if ask.stream else self._whole(ask, send))
 
     def _wait_reply(self, handle: str) -> WaitReply:
@@ -247,7 +227,7 @@ class FakeShard:
             reply = PullReply(PROTOCOL_VERSION, request.handle, False, reason=self.pulls or "")
         await _json(send, reply.to_dict())
 
-    async def _step(self, ask: _Ask, token: int) -> Fault | None:
+    async def _step(self, ask: Ask, token: int) -> Fault | None:
         """Before a token: wait at its gate, then say what breaks."""
         if (gate := self._gates.get((ask.part, token))) is not None:
             await gate.passed()
@@ -256,9 +236,10 @@ class FakeShard:
             raise _Died
         return fault
 
-    async def _stream(self, ask: _Ask, send: Send) -> None:
+    async def _stream(self, ask: Ask, send: Send) -> None:
         count = min(len(self.tokens), ask.max_new_tokens)
-        encode = openai_event if ask.chat else tgi_event
+        script, openai = self._script(), ask.dialect is not Dialect.TGI
+        encode = openai_event if openai else tgi_event
         fault = await self._step(ask, 0)
         headers = [(b"content-type", b"text/event-stream"), *self._import_header(ask)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -268,103 +249,38 @@ class FakeShard:
                 broken = {Fault.ERROR_EVENT: encode(_failure(ask)), Fault.GARBAGE: b"data:{oops\n\n"}
                 await _body(send, broken.get(fault, b""), more=False)
                 return
-            make = self._chunk if ask.chat else self._event
-            await _body(send, encode(make(ask, index, index == count - 1)))
+            for prompt in range(ask.prompts):
+                event = script.event(ask, index, last=index == count - 1, prompt=prompt)
+                await _body(send, encode(event))
             # A server swallows what is sent to nobody: let the news arrive that nobody is there.
             await asyncio.sleep(0)
         await self._step(ask, count)
-        if ask.chat and ask.usage:
-            counted = {"choices": [], "usage": self._usage(count)}
-            await _body(send, encode(self._chunk_frame(ask) | counted))
-        await _body(send, DONE if ask.chat else b"", more=False)
+        if ask.dialect is Dialect.CHAT and ask.usage:
+            await _body(send, encode(script.counted(ask, count)))
+        await _body(send, DONE if openai else b"", more=False)
 
-    async def _whole(self, ask: _Ask, send: Send) -> None:
+    async def _whole(self, ask: Ask, send: Send) -> None:
         count = min(len(self.tokens), ask.max_new_tokens)
         for index in range(count):
             await self._step(ask, index)
-        headers = [*self._import_header(ask), (b"x-generated-tokens", str(count).encode())]
-        headers.append((b"x-prompt-tokens", str(self.prompt_tokens).encode()))
-        make = self._completion if ask.chat else self._response
-        await _json(send, make(ask, count), headers=headers)
+        counts = {b"x-generated-tokens": count, b"x-prompt-tokens": self.prompt_tokens}
+        told = [(name, str(number * ask.prompts).encode()) for name, number in counts.items()]
+        headers = [*self._import_header(ask), *told]
+        await _json(send, self._script().whole(ask, count), headers=headers)
 
-    def _import_header(self, ask: _Ask) -> list[tuple[bytes, bytes]]:
+    def _script(self) -> Script:
+        return Script(self.tokens, self.end, self.prompt_tokens, self.first_id, self.echoes_model)
+
+    def _import_header(self, ask: Ask) -> list[tuple[bytes, bytes]]:
         told = ask.part is Part.GET and self.import_result
         return [(b"x-orchestrator-import", self.import_result.encode())] if told else []
 
-    def _reason(self, ask: _Ask, count: int) -> str:
-        reason = "length" if count < len(self.tokens) else self.end
-        return "stop" if ask.chat and reason == "eos_token" else reason
 
-    def _token(self, index: int) -> dict[str, Any]:
-        text = self.tokens[index]
-        return {"id": self.first_id + index, "text": text, "logprob": -0.5, "special": False}
-
-    def _event(self, ask: _Ask, index: int, last: bool) -> dict[str, Any]:
-        ended = {"finish_reason": self._reason(ask, index + 1), "generated_tokens": index + 1}
-        details = ended | {"seed": ask.seed, "input_length": self.prompt_tokens}
-        return {
-            "index": index + 1,
-            "token": self._token(index),
-            "generated_text": "".join(self.tokens[: index + 1]) if last else None,
-            "details": details if last and ask.details else None,
-        }
-
-    def _chunk_frame(self, ask: _Ask) -> dict[str, Any]:
-        frame = {"object": "chat.completion.chunk", "id": "", "created": 1, "system_fingerprint": "fake"}
-        return frame | {"model": ask.model, "usage": None}
-
-    def _chunk(self, ask: _Ask, index: int, last: bool) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "delta": {"role": "assistant", "content": self.tokens[index]},
-            "logprobs": None,
-            "finish_reason": self._reason(ask, index + 1) if last else None,
-        }
-        return self._chunk_frame(ask) | {"choices": [choice]}
-
-    def _usage(self, count: int) -> dict[str, int]:
-        total = self.prompt_tokens + count
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": count, "total_tokens": total}
-
-    def _response(self, ask: _Ask, count: int) -> dict[str, Any]:
-        answer: dict[str, Any] = {"generated_text": "".join(self.tokens[:count])}
-        if ask.details:
-            listed = [self._token(index) for index in range(count)]
-            ended = {"finish_reason": self._reason(ask, count), "generated_tokens": count}
-            answer["details"] = ended | {"seed": ask.seed, "prefill": [], "tokens": listed}
-        return answer
-
-    def _completion(self, ask: _Ask, count: int) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(self.tokens[:count])}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason(ask, count)}
-        frame = {"object": "chat.completion", "id": "", "created": 1, "system_fingerprint": "fake"}
-        return frame | {"model": ask.model, "choices": [choice], "usage": self._usage(count)}
-
-
-def _understood(seen: Seen) -> _Ask:
-    chat = seen.path == "/v1/chat/completions"
-    parameters = seen.body if chat else seen.body.get("parameters", {})
-    tag = parse_tag(parameters.get("model" if chat else "adapter_id"))
-    parts: dict[type, Part] = {PutTag: Part.PUT, GetTag: Part.GET}
-    spellings = ("max_tokens", "max_completion_tokens", "max_new_tokens")
-    wanted = next((parameters[name] for name in spellings if name in parameters), None)
-    return _Ask(
-        chat=chat,
-        stream=bool(seen.body.get("stream")) if chat else seen.path == "/generate_stream",
-        part=parts.get(type(tag), Part.PLAIN),
-        model=seen.body.get("model") or "fake",
-        max_new_tokens=1000 if wanted is None else wanted,
-        details=bool(parameters.get("details")),
-        usage=bool(parameters.get("stream_options", {}).get("include_usage")),
-        seed=parameters.get("seed"),
-    )
-
-
-def _failure(ask: _Ask) -> dict[str, Any]:
+def _failure(ask: Ask) -> dict[str, Any]:
     text = "Request failed during generation: out of memory"
-    if ask.chat:
-        return {"error": {"message": text, "http_status_code": 422}}
-    return {"error": text, "error_type": "generation"}
+    if ask.dialect is Dialect.TGI:
+        return {"error": text, "error_type": "generation"}
+    return {"error": {"message": text, "http_status_code": 422}}
 
 
 async def _received(scope: Scope, receive: Receive) -> Seen:

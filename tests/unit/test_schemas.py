@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.api import schemas
 from orchestrator.api.schemas import ChatRequest, GenerateBody, parse_body, parse_json
-from orchestrator.core.validation import GenerateParameters, absent_parameters
+from orchestrator.core.validation import GenerateParameters
 from orchestrator.errors import InvalidRequest
 
 TOKEN = schemas.Token(id=1, text="é", logprob=-0.5, special=False)
@@ -46,7 +46,7 @@ def test_every_parameter_arrives() -> None:
 
 def test_absent_parameters_sample_and_empty_ones_do_not() -> None:
     body, _ = parse_body(GenerateBody, b'{"inputs":"x"}')
-    assert body.to_request().parameters == absent_parameters()
+    assert body.to_request().parameters == GenerateParameters(do_sample=True)
     assert generate().do_sample is False
 
 

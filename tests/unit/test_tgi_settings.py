@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.api.app import GatewaySettings, create_app
 from orchestrator.cli import app
 from orchestrator.commands.banner import banner, facts
 from orchestrator.config import Loaded, load_settings
@@ -24,8 +22,7 @@ from orchestrator.deployment.plan import make_plan
 from orchestrator.deployment.state import State
 from orchestrator.embedded.weights import ResolvedModel
 from orchestrator.errors import ConfigError
-from orchestrator.queues import FakeQueue, wire
-from orchestrator.shards.client import ShardClient
+from orchestrator.queues import wire
 from orchestrator.shards.fake import FakeShard
 from tgi_patches.contract import PROTOCOL_VERSION, Limits, Role, ShardSpec, StatusReply
 
@@ -142,32 +139,6 @@ def test_the_note_travels_from_the_shard_to_every_gateway(unhooked: ShardView) -
     arrived = wire.view(wire.encode(view), "ready")
     assert (arrived.hooked, arrived.note, arrived.engine) == (False, NOTE, "TGI")
     assert ShardStatus.of(seen, Reserved(), pid=1, problem="").note == NOTE
-
-
-async def told_by_gateway(views: list[ShardView], transport: httpx.AsyncBaseTransport) -> dict[str, Any]:
-    queue = FakeQueue()
-    queue.set_shards([replace(view, url="http://shard") for view in views])
-    gateway = create_app(
-        GatewaySettings(Limits(400, 500)), queue=queue, shards=ShardClient(transport=transport)
-    )
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://gateway") as client:
-        return {path: (await client.get(path)).json() for path in ("/info", "/admin/status")}
-
-
-async def test_info_and_status_say_why_a_shard_serves_mixed_only(unhooked: ShardView) -> None:
-    shard = FakeShard("mixed-0", Role.MIXED)
-    told = await told_by_gateway([unhooked], httpx.ASGITransport(shard))
-    assert told["/info"]["notes"] == [f"mixed-0 serves mixed only: {NOTE}"]
-    assert told["/info"]["model_id"] == "fake"
-    (shown,) = told["/admin/status"]["shards"]
-    assert (shown["engine"], shown["hooked"], shown["note"]) == ("TGI", False, NOTE)
-
-
-async def test_info_has_no_notes_where_all_is_well() -> None:
-    shard = FakeShard("mixed-0", Role.MIXED)
-    told = await told_by_gateway([shard.view()], httpx.ASGITransport(shard))
-    assert "notes" not in told["/info"]
-    assert told["/admin/status"]["shards"][0]["engine"] == "embedded"
 
 
 # --- what is left behind ---

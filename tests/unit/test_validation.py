@@ -9,7 +9,6 @@ import pytest
 from orchestrator.core.validation import (
     GenerateParameters,
     GenerateRequest,
-    absent_parameters,
     chat_parameters,
     check_lengths,
     surely_fits,
@@ -102,8 +101,8 @@ def test_first_broken_rule_in_tgis_order_is_told() -> None:
 
 def test_empty_prompt_is_refused_and_a_space_is_not() -> None:
     with pytest.raises(InvalidRequest, match=r"^Input validation error: `inputs` cannot be empty$"):
-        validate_request(GenerateRequest("", absent_parameters()), LIMITS)
-    validate_request(GenerateRequest(" ", absent_parameters()), LIMITS)
+        validate_request(GenerateRequest("", GenerateParameters(do_sample=True)), LIMITS)
+    validate_request(GenerateRequest(" ", GenerateParameters(do_sample=True)), LIMITS)
 
 
 def test_defaults_are_filled_in() -> None:
@@ -129,10 +128,6 @@ def test_defaults_are_filled_in() -> None:
 def test_warpers_turn_sampling_on_as_tgis_server_does(parameters: dict[str, Any], samples: bool) -> None:
     assert GenerateParameters(**parameters).samples is samples
     assert validate_parameters(GenerateParameters(**parameters), LIMITS).do_sample is samples
-
-
-def test_absent_parameters_sample() -> None:
-    assert absent_parameters().samples is True
 
 
 @pytest.mark.parametrize(

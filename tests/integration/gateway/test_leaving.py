@@ -194,6 +194,9 @@ class NoOut:
     async def send(self, piece: bytes) -> None:
         """Nobody reads."""
 
+    def push(self, piece: bytes) -> None:
+        """Nobody reads."""
+
     async def finish(self) -> None:
         """Nobody reads."""
 

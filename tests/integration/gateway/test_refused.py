@@ -191,7 +191,7 @@ async def test_unknown_fields_are_ignored(house: Any) -> None:
 
 
 async def test_unknown_route_and_wrong_method_answer_json(house: Any) -> None:
-    missing = await house.http.post("/v1/completions", json={"prompt": "x"})
+    missing = await house.http.post("/v1/embeddings", json={"input": "x"})
     assert missing.status_code == 404
     assert missing.json() == {"error": "Not Found", "error_type": "not_found"}
     wrong = await house.http.get("/generate")

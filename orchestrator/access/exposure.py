@@ -1,0 +1,40 @@
+"""Who can reach a gateway, and whether that is meant."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+from orchestrator.config import API_KEYS_VARIABLE
+from orchestrator.errors import ConfigError
+from orchestrator.settings import GatewaySection
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that only this machine reaches; a name other than `localhost` may be any."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_of(address: str) -> str:
+    """Of `host:port`, without the brackets of IPv6."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def check_exposure(gateway: GatewaySection, env: Mapping[str, str]) -> None:
+    """ConfigError for a gateway that other machines reach and that nobody said should be open."""
+    keys = gateway.keys_file is not None or bool(env.get(API_KEYS_VARIABLE, ""))
+    if keys and gateway.allow_anonymous:
+        raise ConfigError(
+            "gateway.allow_anonymous serves without API keys, and there are some "
+            f"(gateway.keys_file, {API_KEYS_VARIABLE}): leave one out."
+        )
+    if not (keys or gateway.allow_anonymous or is_loopback(gateway.host)):
+        raise ConfigError(
+            f"gateway.listen is {gateway.listen}, which other machines reach, and there are no API keys: "
+            "name them in gateway.keys_file, or set gateway.allow_anonymous."
+        )

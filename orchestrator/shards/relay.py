@@ -1,0 +1,82 @@
+"""From a shard's socket to a client's without a task in between.
+
+The socket's callback feeds the passage and pushes what it lets through.  Only a client that is slow
+needs the waiting task: reading the shard pauses until that client has taken what is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from orchestrator.core.passage import Passage
+from orchestrator.shards.http import Connection
+
+Push = Callable[[bytes], Awaitable[None] | None]
+"""Sends to the client.  None: taken; else the client is slow, and awaiting ends when it took all."""
+
+
+class Stopped(Exception):
+    """The passage met an error event: the rest is nobody's concern."""
+
+
+class Relay:
+    """One stream's rest.  At most what one read of the socket brought waits for a slow client."""
+
+    def __init__(self, connection: Connection, passage: Passage, push: Push, idle_s: float) -> None:
+        self._connection = connection
+        self._passage = passage
+        self._push = push
+        self._idle_s = idle_s
+        self._blocked: Awaitable[None] | None = None
+        self._waiting: list[bytes] = []
+
+    async def run(self, unread: bytes) -> None:
+        """Returns at the end of the stream or at an error event.
+
+        Raises what the exchange raises, ValueError for an unreadable event.
+        """
+        connection = self._connection
+        connection.expect(self._idle_s)
+        connection.push_into(self._arrived)
+        try:
+            if unread := unread + connection.take():
+                self._arrived(unread)
+            while True:
+                await self._until_taken()
+                if connection.complete:
+                    break
+                await connection.news()
+        except Stopped:
+            await self._until_taken()
+            return
+        if rest := self._passage.finish():
+            self._hand_on(rest)
+            await self._until_taken()
+
+    def _arrived(self, piece: bytes) -> None:
+        ready = self._passage.feed(piece)
+        if ready:
+            self._connection.expect(self._idle_s)
+            self._hand_on(ready)
+        if self._passage.error_data is not None:
+            raise Stopped
+
+    def _hand_on(self, ready: bytes) -> None:
+        if self._blocked is not None:
+            self._waiting.append(ready)
+            return
+        self._blocked = self._push(ready)
+        if self._blocked is not None:
+            self._connection.pause()
+
+    async def _until_taken(self) -> None:
+        """The client has everything; only then the shard is read again."""
+        if self._blocked is None:
+            return
+        while self._blocked is not None:
+            await self._blocked
+            self._blocked = None
+            if self._waiting:
+                waiting, self._waiting = self._waiting, []
+                self._hand_on(b"".join(waiting))
+        self._connection.resume(self._idle_s)
