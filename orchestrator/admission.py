@@ -48,8 +48,6 @@ class GatewaySettings:
     """How long the get leg is held back for the record."""
     count_timeout_s: float = 15.0
     """For a shard that counts a prompt's tokens."""
-    settle_timeout_s: float = 5.0
-    """For telling the queue that a request is over."""
     keep_alive_s: float = 15.0
     """Silence on a stream after which a comment is sent."""
     max_open_requests: int = 1024

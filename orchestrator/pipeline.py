@@ -33,7 +33,7 @@ from orchestrator.errors import (
 from orchestrator.metrics import Metrics
 from orchestrator.queues.protocol import RequestQueue
 from orchestrator.run import Job, Out, Run, encoded
-from orchestrator.settle import end_with_error, settle, to_its_end
+from orchestrator.settle import end_with_error, settle
 from orchestrator.shards.client import IMPORT_HEADER, Answer, ShardClient, ShardStream, payload_of
 from tgi_patches.contract import PROTOCOL_VERSION, MissReason, PullReply, PullRequest, WaitReply
 
@@ -91,8 +91,7 @@ class Pipeline:
             raise
         finally:
             del self.open[id(run)]
-            timeout_s = self.settings.settle_timeout_s
-            await to_its_end(settle(run, outcome, error, self._queue, self.metrics, timeout_s))
+            settle(run, outcome, error, self._queue, self.metrics)
 
     async def _within_deadline(self, run: Run) -> None:
         longest_s, own_s = self.settings.request_timeout_s, run.job.timeout_s
@@ -343,8 +342,10 @@ class Pipeline:
             run.prompt_tokens = int(told)
             self.admission.learn(run.job, run.prompt_tokens)
         told = answer.headers.get("x-generated-tokens", "")
-        counted = redress.generated_tokens(run.job.dialect, answer.json())
-        run.generated_tokens = int(told) if told.isdecimal() else counted or 0
+        if told.isdecimal():
+            run.generated_tokens = int(told)
+        else:
+            run.generated_tokens = redress.generated_tokens(run.job.dialect, answer.json()) or 0
 
     def _note_import(self, run: Run, headers: Mapping[str, str]) -> None:
         told = headers.get(IMPORT_HEADER)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import structlog
 
 from orchestrator.core import redress
 from orchestrator.core.request import Event
 from orchestrator.core.ticket import Completion, Outcome
-from orchestrator.errors import GatewayError, OrchestratorError
+from orchestrator.errors import GatewayError
 from orchestrator.metrics import Metrics
 from orchestrator.queues.protocol import RequestQueue
 from orchestrator.run import Run, encoded
@@ -26,15 +24,10 @@ _ENDINGS = {
 }
 
 
-async def settle(
-    run: Run,
-    outcome: Outcome,
-    error: GatewayError | None,
-    queue: RequestQueue,
-    metrics: Metrics,
-    timeout_s: float,
+def settle(
+    run: Run, outcome: Outcome, error: GatewayError | None, queue: RequestQueue, metrics: Metrics
 ) -> None:
-    """The request is over: count it, log it, tell the queue.  Runs once per request."""
+    """The request is over: count it, log it, tell the queue.  Runs once per request, without a pause."""
     run.enter("")
     if outcome in _ENDINGS and not run.state.terminal:
         run.step(_ENDINGS[outcome])
@@ -51,17 +44,10 @@ async def settle(
     )
     _log_access(run, outcome, error, total_s)
     run.job.charge(run.prompt_tokens + run.generated_tokens if run.granted is not None else 0)
-    if not run.handle:
-        return
-    try:
-        async with asyncio.timeout(timeout_s):
-            if run.granted is None:
-                await queue.cancel(run.handle)
-            else:
-                await queue.complete(_completion(run, outcome))
-    except (OrchestratorError, TimeoutError) as failure:
-        # Reservations are leases: they expire even if nobody hears of this.
-        log.error("settle_failed", handle=run.handle, outcome=outcome, error=str(failure))
+    if run.granted is not None:
+        queue.complete(_completion(run, outcome))
+    elif run.handle:
+        queue.cancel(run.handle)
 
 
 async def end_with_error(run: Run, error: GatewayError) -> None:
@@ -75,20 +61,6 @@ async def end_with_error(run: Run, error: GatewayError) -> None:
             await run.out.finish()
     except TimeoutError:
         log.warning("client_does_not_read", request_id=run.job.request_id)
-
-
-async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, whatever cancellation arrives meanwhile; then be cancelled."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
 
 
 def _completion(run: Run, outcome: Outcome) -> Completion:

@@ -10,15 +10,21 @@ import orjson
 
 from orchestrator.core import redress
 from orchestrator.core.redress import Dialect
-from orchestrator.core.sse import EVENT_LIMIT_BYTES, BrokenStream, Event, Parser
+from orchestrator.core.sse import BrokenStream, Event, Parser
 from tgi_patches.contract import TAG_MARK
 
 _END = b"\n\n"
+_DONE = b"[DONE]"
 _MARK = TAG_MARK.encode()
+LARGE_EVENT_BYTES = 64 * 1024
+"""Above it an event that arrives in pieces is no longer searched from its beginning each time."""
 
 
 class Passage:
-    """`feed` it pieces of any size.  `tag` is what a chat's `model` says, `model` what it has to say."""
+    """`feed` it pieces of any size.  `tag` is what a chat's `model` says, `model` what it has to say.
+
+    With several `ends` an event must speak of one answer at most, as TGI's do.
+    """
 
     __slots__ = (
         "_dialect",
@@ -31,6 +37,8 @@ class Passage:
         "_tag",
         "_tag_json",
         "error_data",
+        "failure",
+        "over",
         "tokens",
     )
 
@@ -39,6 +47,10 @@ class Passage:
         """Token events that were passed on."""
         self.error_data: bytes | None = None
         """The data of an error event; nothing after it is passed on."""
+        self.failure: ValueError | None = None
+        """Why an event could not be read, or was too large; it and what follows is not passed on."""
+        self.over = False
+        """One of the two is there."""
         self._dialect = dialect
         self._going_on = redress.going_on(dialect)
         self._ends_left = ends
@@ -58,14 +70,11 @@ class Passage:
         self._ends_left -= redress.ends(self._dialect, data)
 
     def feed(self, piece: bytes) -> bytes:
-        """What can be sent now.  ValueError for an event that cannot be read, or that is too large."""
-        if self._parser is None and b"\r" in piece:
-            # Another way to end lines: the pattern for an event's end does not hold.
-            piece, self._held, self._parser = self._held + piece, b"", Parser()
-        if self._parser is not None:
-            return self._read(self._parser.feed(piece))
-        whole = self._whole_events(piece)
-        if self._ends_left > 0 and self.error_data is None:
+        """What can be sent now.  Afterwards `over` may say that this was all."""
+        if self._parser is not None or b"\r" in piece or self.over:
+            return self._parsed(piece)
+        whole = piece if piece.endswith(_END) and not self._held else self._whole_events(piece)
+        if self._ends_left > 0:
             events = whole.count(_END)
             if events == whole.count(self._going_on):
                 restored = whole.replace(self._tag_json, self._model_json) if self._tag else whole
@@ -76,24 +85,46 @@ class Passage:
 
     def finish(self) -> bytes:
         """What the end of the stream completes; an event that was cut off is dropped."""
-        return self._read(self._parser.finish()) if self._parser is not None else b""
+        return b"" if self._parser is None or self.over else self._read(self._parser.finish())
+
+    def _parsed(self, piece: bytes) -> bytes:
+        """Of a stream whose lines end in another way, or one of whose events is large."""
+        if self.over:
+            return b""
+        if self._parser is None:
+            piece, self._held, self._parser = self._held + piece, b"", Parser()
+        try:
+            return self._read(self._parser.feed(piece))
+        except BrokenStream as error:
+            self._fail(error)
+            return b""
 
     def _whole_events(self, piece: bytes) -> bytes:
         """Up to the last end of an event; the rest is held back until it is complete."""
         if self._held:
             piece, self._held = self._held + piece, b""
-        end = piece.rfind(_END) + len(_END)
-        if end < len(_END):
-            end = 0
-        if end == len(piece):
-            return piece
-        self._held = piece[end:]
-        if len(self._held) > EVENT_LIMIT_BYTES:
-            raise BrokenStream(f"An event of more than {EVENT_LIMIT_BYTES} bytes.")
-        return piece[:end]
+        at = piece.rfind(_END)
+        whole, self._held = (piece[: at + len(_END)], piece[at + len(_END) :]) if at >= 0 else (b"", piece)
+        if len(self._held) > LARGE_EVENT_BYTES:
+            self._parsed(b"")
+        return whole
 
     def _read(self, events: list[Event]) -> bytes:
-        return b"".join(map(self._event, events))
+        sent: list[bytes] = []
+        for event in events:
+            try:
+                sent.append(self._event(event))
+            except ValueError as error:
+                self._fail(error)
+                break
+            except (AttributeError, TypeError):
+                self._fail(BrokenStream("An event's JSON has another shape."))
+                break
+        return b"".join(sent)
+
+    def _fail(self, failure: ValueError) -> None:
+        self.failure = failure
+        self.over = True
 
     def _event(self, event: Event) -> bytes:
         """One event as the client gets it; nothing for a comment, and after an error."""
@@ -101,11 +132,13 @@ class Passage:
             return b""
         if b'"error"' in event.data and _is_error(event.data):
             self.error_data = event.data
+            self.over = True
             return b""
-        if self._ends_left > 0:
-            self.tokens += 1
+        sent = redress.relayed(self._dialect, event, self._tag, self._model)
+        if self._ends_left > 0 and event.data != _DONE:
             self._ends_left -= redress.ends(self._dialect, event.data)
-        return redress.relayed(self._dialect, event, self._tag, self._model)
+            self.tokens += 1
+        return sent
 
 
 def _is_error(data: bytes) -> bool:

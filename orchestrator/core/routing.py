@@ -7,7 +7,7 @@ so that a batch of decisions never counts the same room twice.  Reasons are shor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from orchestrator.core.link import link
 from orchestrator.core.shard import ShardState
@@ -138,17 +138,9 @@ def release(shards: Iterable[ShardView], grant: Grant) -> tuple[ShardView, ...]:
 
 def _book(view: ShardView, grant: Grant, sign: int) -> ShardView:
     if _is_leg(view, grant.decode):
-        view = replace(
-            view,
-            reserved_kv_tokens=view.reserved_kv_tokens + sign * grant.kv_tokens,
-            reserved_slots=view.reserved_slots + sign,
-        )
+        view = view.booked(kv_tokens=sign * grant.kv_tokens, slots=sign)
     if grant.prefill is not None and _is_leg(view, grant.prefill):
-        view = replace(
-            view,
-            outstanding_bytes=view.outstanding_bytes + sign * grant.record_bytes,
-            outstanding_records=view.outstanding_records + sign,
-        )
+        view = view.booked(record_bytes=sign * grant.record_bytes, records=sign)
     return view
 
 

@@ -46,7 +46,7 @@ class Ticket:
     prompt_hash: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `booked` copies the dictionary
 class ShardView:
     """What a policy knows of one shard: a snapshot, reservations included."""
 
@@ -82,6 +82,19 @@ class ShardView:
     """0: it offers none."""
     pulls: bool = False
     """It can fetch records from other hosts."""
+
+    def booked(
+        self, *, kv_tokens: int = 0, slots: int = 0, record_bytes: int = 0, records: int = 0
+    ) -> ShardView:
+        """The same shard with so much more promised: `replace` at a twentieth of its cost."""
+        view = object.__new__(ShardView)
+        known = view.__dict__
+        known.update(self.__dict__)
+        known["reserved_kv_tokens"] += kv_tokens
+        known["reserved_slots"] += slots
+        known["outstanding_bytes"] += record_bytes
+        known["outstanding_records"] += records
+        return view
 
     @property
     def engine(self) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import orjson
 import structlog
 import typer
 
@@ -26,18 +28,20 @@ class Echo:
         return event
 
 
-def log_json_to(stream: TextIO, echo: Echo | None = None) -> None:
-    """Send all log events of this process to `stream`, for good."""
+def log_json_to(stream: TextIO, echo: Echo | None = None, *, for_good: bool = True) -> None:
+    """Send all log events of this process to `stream`, `for_good` or until somebody configures anew."""
     structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        cache_logger_on_first_use=for_good,
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             *([echo] if echo else []),
-            structlog.processors.JSONRenderer(),
+            structlog.processors.JSONRenderer(orjson.dumps),
         ],
-        logger_factory=structlog.PrintLoggerFactory(stream),
+        logger_factory=structlog.BytesLoggerFactory(stream.buffer),
     )
 
 
@@ -46,7 +50,7 @@ def json_log(path: Path) -> Iterator[Echo]:
     """Append all log events of the block to a file; afterwards they go where they went before."""
     before, echo = structlog.get_config(), Echo()
     with path.open("a", buffering=1) as stream:
-        log_json_to(stream, echo)
+        log_json_to(stream, echo, for_good=False)
         try:
             yield echo
         finally:

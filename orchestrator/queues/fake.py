@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from dataclasses import replace
 
 from orchestrator.core.routing import Mode, first_come, release, reserve
@@ -72,6 +72,8 @@ class FakeQueue:
         request = self._requests.add(ticket)
         request.announced = True
         self._decide()
+        if request.answer.done():
+            return request.answer.result()
         try:
             async with asyncio.timeout(ticket.deadline_s - self._now()):
                 return await request.answer
@@ -82,14 +84,15 @@ class FakeQueue:
                 raise too_late(self._shards) from None
             raise
 
-    async def complete(self, completion: Completion) -> None:
+    def complete(self, completion: Completion) -> Awaitable[None]:
         self._end(completion)
+        return _Told()
 
-    async def cancel(self, handle: str) -> None:
+    def cancel(self, handle: str) -> Awaitable[None]:
         request = self._requests.get(handle)
         if request is not None and request.grant is None:
             self._requests.drop(request, cancelled())
-        self._end(Completion(handle, Outcome.CANCELLED))
+        return self.complete(Completion(handle, Outcome.CANCELLED))
 
     def _end(self, completion: Completion) -> None:
         """Once per request; a second end changes nothing."""
@@ -103,7 +106,7 @@ class FakeQueue:
         self._decide()
 
     def _decide(self) -> None:
-        due = self._requests.due(0.0, self._queue_size)
+        due = self._requests.due(0.0, self._queue_size, by_turn=True)
         for ticket, decision in first_come(due, self._shards, mode=self.mode):
             if isinstance(decision, Grant):
                 self._shards = reserve(self._shards, decision)
@@ -111,3 +114,10 @@ class FakeQueue:
                 self._requests.settle(ticket, decision)
             elif (request := self._requests.get(ticket.handle)) is not None:
                 self._requests.drop(request, Unavailable(decision.detail))
+
+
+class _Told:
+    """Nothing to wait for."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 import structlog
@@ -144,7 +144,7 @@ class GatewayQueue:
         request = self._requests.add(ticket)
         try:
             async with asyncio.timeout(ticket.deadline_s - self._now()):
-                await self._announce(request)
+                self._announce(request)
                 return await request.answer
         except BaseException as error:
             # The caller has no grant, whatever was decided meanwhile: nothing may stay behind.
@@ -154,16 +154,25 @@ class GatewayQueue:
                 raise too_late(self._table.shards) from None
             raise
 
-    async def complete(self, completion: Completion) -> None:
+    def complete(self, completion: Completion) -> Awaitable[None]:
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ended = self._end(completion)
-        if ended is not None:
-            await self._heard(ended)
+        if ended is None:
+            told.set_result(None)
+        else:
+            ended.add_done_callback(lambda reply: self._told(reply, told))
+        return told
 
-    async def cancel(self, handle: str) -> None:
+    def cancel(self, handle: str) -> Awaitable[None]:
         request = self._requests.get(handle)
         if request is not None and request.grant is None:
             self._requests.drop(request, cancelled())
-        await self.complete(Completion(handle, Outcome.CANCELLED))
+        return self.complete(Completion(handle, Outcome.CANCELLED))
+
+    def _told(self, reply: asyncio.Future[Any], told: asyncio.Future[None]) -> None:
+        self._replied(reply)
+        if not told.done():
+            told.set_result(None)
 
     async def refresh(self) -> None:
         try:
@@ -171,17 +180,35 @@ class GatewayQueue:
         except Unreachable as error:
             self._lose(error)
 
-    async def _announce(self, request: OpenRequest) -> None:
+    def _announce(self, request: OpenRequest) -> None:
         """Put the ticket into Redis; without Redis only the local bound holds."""
-        full = False
         if self._lost is None:
-            full = await self._heard(self._writer.send(self._submission(request))) == "full"
+            reply = self._writer.send(self._submission(request))
+            reply.add_done_callback(lambda reply: self._announced(request, self._replied(reply)))
+        else:
+            self._announced(request, None)
+
+    def _announced(self, request: OpenRequest, reply: Any) -> None:
+        full = reply == "full"
         if self._lost is not None:
             full = self._requests.undecided_count > self._queue_size
-        if full:
-            raise queue_full(self._queue_size)
+        if full and request.grant is None:
+            self._requests.drop(request, queue_full(self._queue_size))
+            self._end(Completion(request.ticket.handle, Outcome.CANCELLED))
+            return
         request.announced = True
         self._wake.set()
+
+    def _replied(self, reply: asyncio.Future[Any]) -> Any:
+        """What Redis said to a call, or None and the knowledge that it is gone."""
+        if reply.cancelled():
+            return None
+        error = reply.exception()
+        if isinstance(error, Unreachable):
+            self._lose(error)
+        elif error is not None:
+            raise error
+        return None if error is not None else reply.result()
 
     def _end(self, completion: Completion) -> asyncio.Future[Any] | None:
         """Forget the request here at once and in Redis in order; without Redis a later heartbeat does it."""
@@ -254,7 +281,7 @@ class GatewayQueue:
             self._writer.send(calls.restore(self._keys, self.gateway, request.grant))
 
     async def _decide_late_ones(self) -> None:
-        """The gateway's own decisions; one pass at a time, oldest request first."""
+        """The gateway's own decisions; one pass at a time, in order."""
         while True:
             unless_cancelled()
             try:
@@ -273,9 +300,14 @@ class GatewayQueue:
                 self._decide_locally(due)
 
     def _due(self) -> list[Ticket]:
-        """What this gateway decides itself now, oldest first."""
-        alone = self._lost is not None or not self._table.leader
-        return self._requests.due(0.0 if alone else self._timings.own_decision_s, BATCH)
+        """What this gateway decides itself now, by turn where nobody else decides.
+
+        Where a conductor leads, Redis lets a gateway help only the oldest ticket of all: it must not stand
+        behind a higher class here.
+        """
+        if self._lost is not None or not self._table.leader:
+            return self._requests.due(0.0, BATCH, by_turn=True)
+        return self._requests.due(self._timings.own_decision_s, BATCH, by_turn=False)
 
     def _pause_s(self) -> float | None:
         """Until the oldest request has waited long enough, then once per period; None while none waits."""

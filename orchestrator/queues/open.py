@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from orchestrator.core.pending import turn_ms
 from orchestrator.core.shard import ShardState
 from orchestrator.core.ticket import Grant, ShardView, Ticket
 from orchestrator.errors import GatewayError, Overloaded, Unavailable
@@ -26,6 +27,9 @@ class OpenRequest:
 
     def age_s(self) -> float:
         return asyncio.get_running_loop().time() - self.since_s
+
+    def turn_ms(self) -> float:
+        return turn_ms(self.since_s * 1000, self.ticket.priority)
 
 
 class OpenRequests:
@@ -88,10 +92,14 @@ class OpenRequests:
         oldest = next(iter(self._undecided.values()), None)
         return None if oldest is None else oldest.age_s()
 
-    def due(self, age_s: float, most: int) -> list[Ticket]:
-        """Tickets of announced requests that have waited `age_s` without a grant, oldest first."""
-        old = itertools.takewhile(lambda request: request.age_s() >= age_s, self._undecided.values())
-        return list(itertools.islice((request.ticket for request in old if request.announced), most))
+    def due(self, age_s: float, most: int, *, by_turn: bool) -> list[Ticket]:
+        """Tickets of announced requests that have waited `age_s` without a grant, by turn or by arrival."""
+        until_s = asyncio.get_running_loop().time() - age_s
+        old = itertools.takewhile(lambda request: request.since_s <= until_s, self._undecided.values())
+        announced = (request for request in old if request.announced)
+        # The sort is stable: within a class nobody loses a place.
+        ordered = sorted(announced, key=OpenRequest.turn_ms) if by_turn else announced
+        return [request.ticket for request in itertools.islice(ordered, most)]
 
 
 def no_shard() -> Unavailable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Protocol
 
 from orchestrator.core.routing import Mode
@@ -40,11 +41,15 @@ class RequestQueue(Protocol):
         known, none is ready by the deadline, or none could ever hold the request).
         """
 
-    async def complete(self, completion: Completion) -> None:
-        """End a granted request and free what it held, once."""
+    def complete(self, completion: Completion) -> Awaitable[None]:
+        """End a granted request and free what it held, once.
 
-    async def cancel(self, handle: str) -> None:
-        """End a request in the queue: withdraw its ticket, free what a commit that raced reserved."""
+        It is said at once and cannot fail: reservations are leases, which expire even if nobody hears
+        of it.  Awaiting the result is for who needs to know that it has been heard, or cannot be.
+        """
+
+    def cancel(self, handle: str) -> Awaitable[None]:
+        """End a request in the queue, likewise: withdraw its ticket, free what a raced commit reserved."""
 
     def shards(self) -> tuple[ShardView, ...]:
         """The shard table with reservations, as last read."""

@@ -16,7 +16,7 @@ Push = Callable[[bytes], Awaitable[None] | None]
 
 
 class Stopped(Exception):
-    """The passage met an error event: the rest is nobody's concern."""
+    """The passage lets nothing more through: the rest of the stream is nobody's concern."""
 
 
 class Relay:
@@ -33,7 +33,8 @@ class Relay:
     async def run(self, unread: bytes) -> None:
         """Returns at the end of the stream or at an error event.
 
-        Raises what the exchange raises, ValueError for an unreadable event.
+        Raises what the exchange raises, ValueError for an unreadable event; the client has all that
+        came before.
         """
         connection = self._connection
         connection.expect(self._idle_s)
@@ -48,7 +49,8 @@ class Relay:
                 await connection.news()
         except Stopped:
             await self._until_taken()
-            return
+        if self._passage.failure is not None:
+            raise self._passage.failure
         if rest := self._passage.finish():
             self._hand_on(rest)
             await self._until_taken()
@@ -56,17 +58,18 @@ class Relay:
     def _arrived(self, piece: bytes) -> None:
         ready = self._passage.feed(piece)
         if ready:
-            self._connection.expect(self._idle_s)
-            self._hand_on(ready)
-        if self._passage.error_data is not None:
+            if self._blocked is None:
+                self._hand_on(ready)
+            else:
+                self._waiting.append(ready)
+        if self._passage.over:
             raise Stopped
 
     def _hand_on(self, ready: bytes) -> None:
-        if self._blocked is not None:
-            self._waiting.append(ready)
-            return
         self._blocked = self._push(ready)
-        if self._blocked is not None:
+        if self._blocked is None:
+            self._connection.expect(self._idle_s)
+        else:
             self._connection.pause()
 
     async def _until_taken(self) -> None:

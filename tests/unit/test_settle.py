@@ -1,42 +1,11 @@
-"""Work that must reach its end, and the counters that hear of it."""
+"""The counters that hear of a request's end."""
 
 from __future__ import annotations
-
-import asyncio
 
 import pytest
 
 from orchestrator.core.ticket import Outcome
 from orchestrator.metrics import Metrics
-from orchestrator.settle import to_its_end
-
-
-async def test_cancellation_waits_for_the_end_and_then_arrives() -> None:
-    begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def work() -> None:
-        begun.set()
-        await may_end.wait()
-        ended.set()
-
-    task = asyncio.create_task(to_its_end(work()))
-    await begun.wait()
-    for _ in range(3):
-        task.cancel()
-        await asyncio.sleep(0)
-    assert not task.done()
-    may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()
-
-
-async def test_error_of_the_work_is_raised() -> None:
-    async def work() -> None:
-        raise ValueError("x")
-
-    with pytest.raises(ValueError, match="x"):
-        await to_its_end(work())
 
 
 def ended(metrics: Metrics, outcome: Outcome, **changes: object) -> None:

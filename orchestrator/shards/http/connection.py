@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import httptools
 
@@ -26,16 +27,13 @@ Sink = Callable[[bytes], None]
 
 
 class Connection(asyncio.Protocol):
-    """`status` and `headers` (names in lower case) are those of the present answer."""
+    """`status` and `headers` are those of the present answer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, idle_ended: Callable[[Connection], None]) -> None:
         self.status = 0
-        self.headers: dict[str, str] = {}
         self.complete = False
         self.closed = False
         self.idle_since_s = 0.0
-        self.used = False
-        """It has carried an exchange before."""
         self._loop = loop
         self._idle_ended = idle_ended
         self._deadline = Deadline(loop, self._late)
@@ -43,6 +41,8 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._busy = False
         self._keep = False
+        self._raw_headers: list[tuple[bytes, bytes]] = []
+        self._headers: dict[str, str] | None = None
         self._touched = False
         self._until_close = False
         self._head_bytes = 0
@@ -53,6 +53,15 @@ class Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of the present answer, names in lower case; few answers are asked for them."""
+        if self._headers is None:
+            self._headers = {
+                name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._raw_headers
+            }
+        return self._headers
 
     # --- an exchange ----------------------------------------------------------------------------
 
@@ -65,16 +74,17 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None, "it is connected"
         self._begin(whole)
         self._deadline.within(within_s)
-        self._transport.write(message)
         try:
+            self._transport.write(message)
             while not (self.complete if whole else self.status):
                 await self._something()
         except BaseException:
             self.close()
             raise
+        self._deadline.hold()
 
     def expect(self, within_s: float) -> None:
-        """The answer must go on within so many seconds from now."""
+        """The answer must go on within so many seconds, of those in which somebody waits for it."""
         if not self.complete and not self.closed:
             self._deadline.within(within_s)
 
@@ -82,14 +92,17 @@ class Connection(asyncio.Protocol):
         """The rest of the body at once.  Raises as `exchange` does."""
         self._gathering = True
         self._resume()
+        self._deadline.go_on()
         while not self.complete:
             await self._something()
         return self.take()
 
     async def piece(self) -> bytes:
         """What has arrived since the last call, at least a byte; empty at the end of the body."""
+        self._deadline.go_on()
         while not self._pieces and not self.complete:
             await self._something()
+        self._deadline.hold()
         taken = self.take()
         self._resume()
         return taken
@@ -113,7 +126,7 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read no more until `resume`, and wake who waits for news.  The deadline stands still."""
-        self._deadline.off()
+        self._deadline.hold()
         if not self._paused and self._transport is not None and not self.complete and not self.closed:
             self._paused = True
             self._transport.pause_reading()
@@ -131,12 +144,17 @@ class Connection(asyncio.Protocol):
             return False
         self._busy = False
         self._sink = None
-        self._deadline.off()
+        self._pieces = []
+        # A connection that is not read would never notice that the other side has closed it.
+        self._resume()
         self.idle_since_s = self._loop.time()
         return True
 
     def close(self) -> None:
-        """At once, whatever is under way."""
+        """At once, whatever is under way: who waits for it gets ConnectionLost."""
+        if self._busy and not self.complete and self._error is None:
+            # Ours, so no body that runs until the end of the connection may pass for complete.
+            self._error = ConnectionLost(untouched=False)
         self.closed = True
         self._deadline.close()
         if self._transport is not None:
@@ -145,7 +163,8 @@ class Connection(asyncio.Protocol):
     def _begin(self, whole: bool) -> None:
         assert not self._busy, "one exchange at a time"
         self.status = 0
-        self.headers = {}
+        self._raw_headers = []
+        self._headers = None
         self.complete = self._touched = self._until_close = False
         self._gathering = whole
         self._head_bytes = self._held_bytes = 0
@@ -187,8 +206,7 @@ class Connection(asyncio.Protocol):
     # --- asyncio.Protocol -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
         connected = transport.get_extra_info("socket")
         if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -228,17 +246,24 @@ class Connection(asyncio.Protocol):
 
     # --- httptools ------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise Malformed("Bytes that nobody asked for.")
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        if self.status:
+            return  # A trailer: nobody asks for those.
+        self._raw_headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
-            self.headers = {}
+            self._raw_headers = []
             return
         self.status = status
-        headers = self.headers
-        self._until_close = "content-length" not in headers and "transfer-encoding" not in headers
+        if not self._parser.should_keep_alive():
+            # Without a length the end of the connection is the end of the body.
+            self._until_close = not {"content-length", "transfer-encoding"} & self.headers.keys()
         if not self._gathering:
             self._wake()
 

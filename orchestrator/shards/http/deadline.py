@@ -12,12 +12,13 @@ class Deadline:
     A timer that fires too early, because the deadline moved on meanwhile, is set again for the rest.
     """
 
-    __slots__ = ("_due_s", "_loop", "_passed", "_timer", "_timer_s")
+    __slots__ = ("_due_s", "_left_s", "_loop", "_passed", "_timer", "_timer_s")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, passed: Callable[[], None]) -> None:
         self._loop = loop
         self._passed = passed
         self._due_s: float | None = None
+        self._left_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
 
@@ -30,12 +31,23 @@ class Deadline:
             self._timer.cancel()
             self._set(due_s)
 
+    def hold(self) -> None:
+        """Stand still: nothing is expected until `go_on` or `within`."""
+        if self._due_s is not None:
+            self._left_s = self._due_s - self._loop.time()
+            self._due_s = None
+
+    def go_on(self) -> None:
+        """After `hold`: with the seconds that were left."""
+        if self._due_s is None and self._left_s is not None:
+            self.within(self._left_s)
+
     def off(self) -> None:
         """Nothing is expected; a timer that is set will find nothing to do."""
-        self._due_s = None
+        self._due_s = self._left_s = None
 
     def close(self) -> None:
-        self._due_s = None
+        self.off()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

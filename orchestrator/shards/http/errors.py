@@ -17,7 +17,11 @@ class HttpError(Exception):
 
 
 class CannotConnect(HttpError):
-    pass
+    """`late`: the other side said nothing, not even no."""
+
+    def __init__(self, text: str, *, late: bool = False) -> None:
+        super().__init__(text)
+        self.late = late
 
 
 class ConnectionLost(HttpError):

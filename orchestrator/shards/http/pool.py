@@ -33,7 +33,10 @@ class Origin(NamedTuple):
 
 
 class Pool:
-    """`limit` bounds all connections, `keep_idle_s` how long one waits for its next exchange."""
+    """`limit` bounds all connections, `keep_idle_s` how long one waits for its next exchange.
+
+    At the limit an idle connection gives way to a new one, whatever its origin.
+    """
 
     def __init__(self, *, limit: int = 4096, keep_idle_s: float = 4.0) -> None:
         self._limit = limit
@@ -71,8 +74,15 @@ class Pool:
     def release(self, origin: Origin, connection: Connection) -> None:
         """The exchange is over, or nobody wants the rest of it: then the connection is closed."""
         self._busy.discard(connection)
-        if connection.release():
-            self._idle.setdefault(origin, {})[connection] = None
+        if not connection.release():
+            return
+        idle = self._idle.setdefault(origin, {})
+        idle[connection] = None
+        # What was needed at a peak would otherwise wait for ever behind the ones in use.
+        longest = next(iter(idle))
+        if connection.idle_since_s - longest.idle_since_s > self._keep_idle_s:
+            del idle[longest]
+            longest.close()
 
     async def aclose(self) -> None:
         """Close every connection, those with an exchange under way too."""
@@ -109,7 +119,7 @@ class Pool:
 
     async def _connected(self, origin: Origin, connect_s: float) -> Connection:
         if self.connections + self._connecting >= self._limit:
-            raise PoolFull(f"All {self._limit} connections are busy.")
+            self._make_room()
         loop = asyncio.get_running_loop()
         self._connecting += 1
         try:
@@ -117,11 +127,22 @@ class Pool:
                 _, connection = await loop.create_connection(
                     lambda: Connection(loop, lambda ended: self._forget(origin, ended)), *origin
                 )
-        except (OSError, TimeoutError) as error:
+        except TimeoutError:
+            raise CannotConnect(f"{origin}: no connection within {connect_s:g} s.", late=True) from None
+        except OSError as error:
             raise CannotConnect(f"{origin}: {error}") from None
         finally:
             self._connecting -= 1
         return connection
+
+    def _make_room(self) -> None:
+        """Close an idle connection; PoolFull where there is none."""
+        idle = next(filter(None, self._idle.values()), None)
+        if idle is None:
+            raise PoolFull(f"All {self._limit} connections are busy.")
+        longest = next(iter(idle))
+        del idle[longest]
+        longest.close()
 
     def _forget(self, origin: Origin, connection: Connection) -> None:
         """An idle connection ended by itself."""
@@ -131,7 +152,12 @@ class Pool:
 def message(
     method: str, origin: Origin, target: str, body: bytes, headers: Iterable[tuple[str, str]] = ()
 ) -> bytes:
-    """A request as it travels.  `target` and `headers` must hold no line ends: ValueError."""
+    """A request as it travels.  `target` and `headers` must hold no line ends, `target` no space.
+
+    Raises ValueError: what follows them would be read as another header, or as another request.
+    """
+    if " " in target:
+        raise ValueError("A request's target holds a space.")
     lines = [f"{method} {target} HTTP/1.1\r\nhost: {origin}\r\n"]
     lines += [f"{name}: {value}\r\n" for name, value in headers]
     if body or method != "GET":

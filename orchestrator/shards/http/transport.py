@@ -15,6 +15,8 @@ from orchestrator.shards.http.errors import CannotConnect, ConnectionLost, Malfo
 from orchestrator.shards.http.pool import Origin, Pool, message
 
 _WRITTEN_HERE = frozenset({"host", "content-length", "transfer-encoding", "connection"})
+_NOT_SPOKEN = frozenset({"HEAD", "CONNECT"})
+"""Their answers end at the head whatever it says, which the parser cannot be told."""
 LONGEST_S = 3600.0
 """Where httpx is told to wait for ever."""
 
@@ -27,19 +29,21 @@ class PooledTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         timeouts = request.extensions.get("timeout", {})
-        read_s = timeouts.get("read") or LONGEST_S
+        read_s = _seconds(timeouts.get("read"))
         origin = _origin(request)
         body = await request.aread()
         headers = [pair for pair in request.headers.items() if pair[0] not in _WRITTEN_HERE]
         sent = message(request.method, origin, request.url.raw_path.decode("ascii"), body, headers)
         try:
             connection = await self._pool.send(
-                origin, sent, connect_s=timeouts.get("connect") or LONGEST_S, within_s=read_s
+                origin, sent, connect_s=_seconds(timeouts.get("connect")), within_s=read_s
             )
         except (CannotConnect, ConnectionLost, Malformed, PoolFull, TimeoutError) as error:
             raise _as_httpx(error, request) from error
         stream = _Body(self._pool, origin, connection, read_s, request)
-        return httpx.Response(connection.status, headers=connection.headers, stream=stream)
+        # As bytes: httpx takes text for ASCII, and a header may hold any byte.
+        answered = [(_bytes(name), _bytes(value)) for name, value in connection.headers.items()]
+        return httpx.Response(connection.status, headers=answered, stream=stream)
 
     async def aclose(self) -> None:
         await self._pool.aclose()
@@ -72,12 +76,22 @@ class _Body(httpx.AsyncByteStream):
 
 
 def _origin(request: httpx.Request) -> Origin:
-    if request.url.scheme != "http":
-        raise httpx.UnsupportedProtocol("Shards speak plain HTTP.", request=request)
+    if request.url.scheme != "http" or request.method in _NOT_SPOKEN:
+        raise httpx.UnsupportedProtocol("Shards speak plain HTTP, without HEAD and CONNECT.", request=request)
     return Origin(request.url.host, request.url.port or 80)
 
 
+def _bytes(text: str) -> bytes:
+    return text.encode("latin-1")
+
+
+def _seconds(told: float | None) -> float:
+    return LONGEST_S if told is None else told
+
+
 def _as_httpx(error: Exception, request: httpx.Request) -> httpx.TransportError:
+    if isinstance(error, CannotConnect) and error.late:
+        return httpx.ConnectTimeout(str(error), request=request)
     kinds: dict[type[Exception], type[httpx.TransportError]] = {
         CannotConnect: httpx.ConnectError,
         PoolFull: httpx.PoolTimeout,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,15 +43,16 @@ class CountingQueue(FakeQueue):
         self.submitted.set()
         return await super().submit(ticket)
 
-    async def complete(self, completion: Completion) -> None:
-        self.completed.append(completion)
-        await super().complete(completion)
-        self.words.put_nowait("complete")
+    def complete(self, completion: Completion) -> Awaitable[None]:
+        if completion.handle not in self.cancelled:
+            self.completed.append(completion)
+            self.words.put_nowait("complete")
+        return super().complete(completion)
 
-    async def cancel(self, handle: str) -> None:
+    def cancel(self, handle: str) -> Awaitable[None]:
         self.cancelled.append(handle)
-        await super().cancel(handle)
         self.words.put_nowait("cancel")
+        return super().cancel(handle)
 
 
 class InLoopServer(uvicorn.Server):
