@@ -8,7 +8,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 QUICK := not e2e and not slow and not docker and not gpu and not tgi
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test test-all lint format clean
+.PHONY: help up down status load test test-all lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -22,6 +22,9 @@ down: ## stop what runs
 
 status: ## show what runs
 	@$(SET_UP) && exec $(BIN)/tgi-orchestrator status $(ARGS)
+
+load: ## put load on what runs; ARGS="--users 8 --run-time 60s --host URL" is passed on to Locust
+	@$(BOOTSTRAP) load && exec $(BIN)/python locustfiles/run.py $(ARGS)
 
 test: lint ## lint, unit and integration tests; no root, no Docker, five minutes at most
 	@$(BIN)/pytest tests/unit tests/integration -m "$(QUICK)" $(PARALLEL) $(ARGS)
@@ -45,4 +48,4 @@ format: ## apply ruff's fixes and formatting, renew the module tables
 
 clean: ## remove .venv and caches; models stay in ~/.cache/tgi-orchestrator
 	rm -rf .venv .venv.lock .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
-	find orchestrator tgi_patches tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find orchestrator tgi_patches locustfiles tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ import structlog
 from orchestrator.core.estimate import Estimator
 from orchestrator.core.redress import Dialect
 from orchestrator.core.shard import ShardState
-from orchestrator.core.ticket import Leg, Ticket
+from orchestrator.core.ticket import Leg, ShardView, Ticket
 from orchestrator.core.validation import (
     ValidParameters,
     check_lengths,
@@ -64,11 +64,17 @@ class Admission:
         self._queue = queue
         self._shards = shards
         self._estimator = Estimator()
+        self._table: tuple[ShardView, ...] | None = None
+        self._limits = settings.limits
 
     def limits(self) -> Limits:
         """The tightest of the known shards' limits: any of them may serve the request."""
-        known = [view.limits for view in self._queue.shards() if view.state != ShardState.DEAD]
-        return min(known, key=lambda each: each.max_total_tokens, default=self._settings.limits)
+        shards = self._queue.shards()
+        if shards is not self._table:
+            known = [view.limits for view in shards if view.state != ShardState.DEAD]
+            self._limits = min(known, key=lambda each: each.max_total_tokens, default=self._settings.limits)
+            self._table = shards
+        return self._limits
 
     def model_name(self) -> str:
         """What a chat that names no model is answered with."""
@@ -98,8 +104,8 @@ class Admission:
             deadline_s=now_s + (longest_s if own_s is None else min(own_s, longest_s)),
             splittable=job.splittable,
             priority=job.priority,
-            model=self.model_name(),
             prompt_hash=_prompt_hash(job),
+            model=self.model_name(),
         )
 
     def learn(self, job: Job, prompt_tokens: int) -> None:
@@ -146,5 +152,5 @@ class Admission:
 
 def _prompt_hash(job: Job) -> str:
     """Equal for equal prompts; says nothing of their text."""
-    prompt = job.raw.get("messages") if job.inputs is None else job.inputs
-    return hashlib.blake2b(orjson.dumps(prompt), digest_size=16).hexdigest()
+    text = orjson.dumps(job.raw.get("messages")) if job.inputs is None else job.inputs.encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

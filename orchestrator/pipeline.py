@@ -34,24 +34,27 @@ from orchestrator.metrics import Metrics
 from orchestrator.queues.protocol import RequestQueue
 from orchestrator.run import Job, Out, Run, encoded
 from orchestrator.settle import end_with_error, settle
-from orchestrator.shards.client import IMPORT_HEADER, Answer, ShardClient, ShardStream, payload_of
+from orchestrator.shards.client import IMPORT_HEADER, Answer, Headers, ShardClient, ShardStream, payload_of
 from tgi_patches.contract import PROTOCOL_VERSION, MissReason, PullReply, PullRequest, WaitReply
 
 log = structlog.get_logger()
 
-_PASSED_ON = (
-    "x-compute-type",
-    "x-compute-time",
-    "x-compute-characters",
-    "x-total-time",
-    "x-validation-time",
-    "x-queue-time",
-    "x-inference-time",
-    "x-time-per-token",
-    "x-prompt-tokens",
-    "x-generated-tokens",
+_PASSED_ON = frozenset(
+    {
+        b"x-compute-type",
+        b"x-compute-time",
+        b"x-compute-characters",
+        b"x-total-time",
+        b"x-validation-time",
+        b"x-queue-time",
+        b"x-inference-time",
+        b"x-time-per-token",
+        b"x-prompt-tokens",
+        b"x-generated-tokens",
+    }
 )
 """TGI's headers of a whole answer."""
+_IMPORT = IMPORT_HEADER.encode()
 _MISS_REASONS = frozenset(MissReason)
 _AS_MISS: Mapping[str, str] = {"timeout": MissReason.LINK, "lost": MissReason.ERROR}
 """What became of a pull that ended without a word of the decode shard's sidecar."""
@@ -318,13 +321,13 @@ class Pipeline:
         run.enter("")
         run.step(Event.ENDED)
         self._note_counts(run, answer)
-        headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
-        headers |= run.headers()
+        headers = run.headers()
         if run.import_result is not None:
             headers[IMPORT_HEADER] = run.import_result
         if run.job.debug:
             headers["server-timing"] = run.timing()
-        await run.out.whole(b"[" + body + b"]" if run.job.array else body, headers)
+        passed = [pair for pair in answer.headers.items() if pair[0] in _PASSED_ON]
+        await run.out.whole(b"[" + body + b"]" if run.job.array else body, headers, passed)
 
     async def _end_stream(self, run: Run) -> None:
         run.enter("")
@@ -337,18 +340,21 @@ class Pipeline:
 
     def _note_counts(self, run: Run, answer: Answer) -> None:
         """Prompt and output lengths, as far as the shard told them."""
-        told = answer.headers.get("x-prompt-tokens", "")
-        if told.isdecimal():
-            run.prompt_tokens = int(told)
-            self.admission.learn(run.job, run.prompt_tokens)
-        told = answer.headers.get("x-generated-tokens", "")
-        if told.isdecimal():
+        told = answer.headers.get(b"x-prompt-tokens", b"")
+        if told.isdigit():
+            counted = int(told)
+            if counted != run.prompt_tokens:
+                run.prompt_tokens = counted
+                self.admission.learn(run.job, counted)
+        told = answer.headers.get(b"x-generated-tokens", b"")
+        if told.isdigit():
             run.generated_tokens = int(told)
         else:
             run.generated_tokens = redress.generated_tokens(run.job.dialect, answer.json()) or 0
 
-    def _note_import(self, run: Run, headers: Mapping[str, str]) -> None:
-        told = headers.get(IMPORT_HEADER)
+    def _note_import(self, run: Run, headers: Headers) -> None:
+        said = headers.get(_IMPORT)
+        told = None if said is None else said.decode("latin-1")
         # What did not come is all that the decode shard can say of a record that a pull did not bring.
         run.import_result = run.pull_miss or told if told == MissReason.MISSING else told
         if run.import_result is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,8 +60,10 @@ class Out(Protocol):
 
     started: bool
 
-    async def whole(self, body: bytes, headers: Mapping[str, str]) -> None:
-        """A complete JSON answer with status 200."""
+    async def whole(
+        self, body: bytes, headers: Mapping[str, str], passed: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """A complete JSON answer with status 200; `passed` are headers that a shard wrote."""
 
     async def start(self, headers: Mapping[str, str]) -> None:
         """The head of an event stream, status 200."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 
 import orjson
 import structlog
@@ -44,9 +44,15 @@ class AsgiOut:
         self._fresh = False
         self._slow = False
 
-    async def whole(self, body: bytes, headers: Mapping[str, str], status: int = 200) -> None:
+    async def whole(
+        self,
+        body: bytes,
+        headers: Mapping[str, str],
+        passed: Sequence[tuple[bytes, bytes]] = (),
+        status: int = 200,
+    ) -> None:
         self.started = self.ended = True
-        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *passed]
         head += _encoded(headers)
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body})
@@ -134,13 +140,13 @@ async def _serve(pipeline: Pipeline, job: Job, out: AsgiOut) -> None:
         await pipeline.serve(job, out)
     except GatewayError as error:
         headers = error_headers(error) | {"x-request-id": job.request_id}
-        await out.whole(orjson.dumps(error.body()), headers, error.status)
+        await out.whole(orjson.dumps(error.body()), headers, status=error.status)
     except Exception:
         # A bug of ours: its request ends, in TGI's shape while that is possible, and nothing else does.
         log.exception("request_failed", route=job.route, request_id=job.request_id)
         if out.started:
             raise
-        await out.whole(_INTERNAL, {"x-request-id": job.request_id}, 500)
+        await out.whole(_INTERNAL, {"x-request-id": job.request_id}, status=500)
 
 
 def error_headers(error: GatewayError) -> dict[str, str]:

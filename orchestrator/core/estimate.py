@@ -6,7 +6,6 @@ corrected by what shards report, is what a ticket reserves.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import string
 from dataclasses import dataclass
@@ -78,4 +77,4 @@ class Estimator:
             return self  # what the template adds drowns the rate
         seen = min(1.0, max(_RATE_MIN, (tokens - size.dense_bytes) / size.plain_bytes))
         rate = seen if seen > self.rate else self.rate + (seen - self.rate) * _DECAY
-        return dataclasses.replace(self, rate=rate)
+        return self if rate == self.rate else Estimator(rate)

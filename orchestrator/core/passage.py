@@ -15,6 +15,8 @@ from tgi_patches.contract import TAG_MARK
 
 _END = b"\n\n"
 _DONE = b"[DONE]"
+_CR = ord("\r")
+"""As a number: `in` tries that first, and bytes cost it an exception."""
 _MARK = TAG_MARK.encode()
 LARGE_EVENT_BYTES = 64 * 1024
 """Above it an event that arrives in pieces is no longer searched from its beginning each time."""
@@ -71,14 +73,16 @@ class Passage:
 
     def feed(self, piece: bytes) -> bytes:
         """What can be sent now.  Afterwards `over` may say that this was all."""
-        if self._parser is not None or b"\r" in piece or self.over:
+        if self._parser is not None or _CR in piece or self.over:
             return self._parsed(piece)
         whole = piece if piece.endswith(_END) and not self._held else self._whole_events(piece)
         if self._ends_left > 0:
-            events = whole.count(_END)
-            if events == whole.count(self._going_on):
+            # No event has fewer than two line ends, nor the pattern more than once: if the counts agree,
+            # each has one line, and the pattern.
+            events = whole.count(self._going_on)
+            if 2 * events == whole.count(b"\n"):
                 restored = whole.replace(self._tag_json, self._model_json) if self._tag else whole
-                if not self._tag or _MARK not in restored:
+                if not self._tag or restored.find(_MARK) < 0:
                     self.tokens += events
                     return restored
         return self._read(Parser().feed(whole))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from orchestrator.core.link import link
 from orchestrator.core.shard import ShardState
@@ -49,8 +51,7 @@ class Refuse:
 Decision = Grant | Wait | Refuse
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(NamedTuple):
     """What one shard can be promised at most; the commit script checks the same four numbers."""
 
     kv_tokens: int
@@ -163,29 +164,46 @@ def _pairs(request: _Request, ready: Sequence[ShardView]) -> list[Pair] | str:
     prefills = [view for view in ready if view.role is Role.PREFILL]
     if not prefills:
         return "no_prefill_shard"
-    hooked = [(p, d) for p in prefills for d in decodes if p.hooked and d.hooked]
-    if not hooked:
-        return "unhooked"
-    alike = [pair for pair in hooked if difference(*pair) is None]
-    if not alike:
-        return f"fingerprint_{difference(*hooked[0])}"
-    linked = [pair for pair in alike if link(*pair) is not None]
-    if not linked:
-        return "no_link"
-    small = [(p, d) for p, d in linked if _record_fits(request, p)]
-    if not small:
-        return "record_too_large"
-    holding = [(p, d) for p, d in small if request.kv_tokens(d) <= d.kv_tokens]
-    return holding or "decode_too_small"
+    fit: list[Pair] = []
+    furthest = (-1, "")
+    for prefill in prefills:
+        for decode in decodes:
+            obstacle = _obstacle(request, prefill, decode)
+            if obstacle is None:
+                fit.append((prefill, decode))
+            elif obstacle[0] > furthest[0]:
+                furthest = obstacle
+    return fit or furthest[1]
+
+
+def _obstacle(request: _Request, prefill: ShardView, decode: ShardView) -> tuple[int, str] | None:
+    """What keeps a pair from serving the request when idle: how far it came, and the word for it."""
+    if not (prefill.hooked and decode.hooked):
+        return 0, "unhooked"
+    differing = difference(prefill, decode)
+    if differing is not None:
+        return 1, f"fingerprint_{differing}"
+    if link(prefill, decode) is None:
+        return 2, "no_link"
+    if not _record_fits(request, prefill):
+        return 3, "record_too_large"
+    if request.kv_tokens(decode) > decode.kv_tokens:
+        return 4, "decode_too_small"
+    return None
 
 
 def difference(prefill: ShardView, decode: ShardView) -> str | None:
     """The first field that keeps two shards from sharing KV; None if they may pair."""
-    mine, theirs = prefill.fingerprint.content(), decode.fingerprint.content()
+    return _difference(prefill.fingerprint, decode.fingerprint)
+
+
+@lru_cache(maxsize=1024)
+def _difference(prefill: Fingerprint, decode: Fingerprint) -> str | None:
+    mine, theirs = prefill.content(), decode.content()
     for name, value in mine.items():
         if value != theirs[name]:
             return name
-    return None if _splits(prefill.fingerprint) and _splits(decode.fingerprint) else "tensor_parallel"
+    return None if _splits(prefill) and _splits(decode) else "tensor_parallel"
 
 
 def _splits(fingerprint: Fingerprint) -> bool:
@@ -205,7 +223,7 @@ def _record_fits(request: _Request, prefill: ShardView) -> bool:
 
 def _separated(request: _Request, pairs: Sequence[Pair]) -> Grant | None:
     """The least loaded prefill shard with the least loaded decode shard, among pairs with room."""
-    for prefill, decode in sorted(pairs, key=_pair_load):
+    for prefill, decode in sorted(pairs, key=_pair_load) if len(pairs) > 1 else pairs:
         if _has_arena(request, prefill) and _has_room(request, decode):
             return Grant(
                 handle=request.ticket.handle,

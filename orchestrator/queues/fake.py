@@ -106,6 +106,8 @@ class FakeQueue:
         self._decide()
 
     def _decide(self) -> None:
+        if not self._requests.undecided_count:
+            return
         due = self._requests.due(0.0, self._queue_size, by_turn=True)
         for ticket, decision in first_come(due, self._shards, mode=self.mode):
             if isinstance(decision, Grant):

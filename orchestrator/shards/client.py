@@ -40,6 +40,8 @@ from tgi_patches.contract import (
 from tgi_patches.key import sign
 
 IMPORT_HEADER = "x-orchestrator-import"
+Headers = Mapping[bytes, bytes]
+"""As they came, names in lower case."""
 KNOWN_ORIGINS = 1024
 FAILURES = (HttpError, TimeoutError, ValueError, ContractError)
 """What an exchange with a shard may raise; `translated` knows each."""
@@ -85,7 +87,7 @@ class Answer:
     """A shard's whole answer with status 200."""
 
     shard: str
-    headers: Mapping[str, str]
+    headers: Headers
     body: bytes
 
     def json(self) -> Any:
@@ -113,7 +115,7 @@ class ShardStream:
     """
 
     def __init__(self, shard: str, connection: Connection, deadlines: Deadlines) -> None:
-        self.headers: Mapping[str, str] = connection.headers
+        self.headers: Headers = connection.headers
         self.shard = shard
         self._connection = connection
         self._parser = Parser()
@@ -251,7 +253,7 @@ class ShardClient:
         path = f"/kv/wait/{handle}?timeout_s={timeout_s:g}"
         deadline_s = timeout_s + self.deadlines.control_s
         answer = await self._whole("GET", leg, leg.control_url, path, b"", deadline_s, "")
-        return _read(leg.shard, WaitReply.from_dict, answer)
+        return _read(leg.shard, _wait_reply, answer)
 
     async def pull(self, leg: Leg, request: PullRequest) -> PullReply:
         """Ask a decode shard's sidecar to fetch a record; the request is signed here.
@@ -276,11 +278,12 @@ class ShardClient:
             )
         except FAILURES as error:
             raise translated(leg.shard, error) from None
-        status, headers, content = connection.status, connection.headers, connection.take()
+        answer = Answer(leg.shard, connection.headers, connection.take())
+        status = connection.status
         self.pool.release(origin, connection)
         if status != 200:
-            raise refused(leg.shard, status, headers, content)
-        return Answer(leg.shard, headers, content)
+            raise refused(leg.shard, status, answer.headers, answer.body)
+        return answer
 
     def _origin(self, url: str) -> Origin:
         origin = self._origins.get(url)
@@ -289,6 +292,13 @@ class ShardClient:
                 self._origins.clear()
             origin = self._origins[url] = Origin.of(url)
         return origin
+
+
+def _wait_reply(raw: Any) -> WaitReply:
+    try:
+        return WaitReply(**raw)  # asked for with every request
+    except TypeError:
+        return WaitReply.from_dict(raw)
 
 
 def _pull_reply(raw: Any) -> PullReply:
@@ -335,7 +345,7 @@ def refusal_in(data: bytes) -> ShardAnswered | None:
     return ShardAnswered(_STATUS_OF.get(error_type, 500), message, error_type)
 
 
-def refused(shard: str, status: int, headers: Mapping[str, str], body: bytes) -> GatewayError:
+def refused(shard: str, status: int, headers: Headers, body: bytes) -> GatewayError:
     """The error for an answer that is not 200: passed on when it is about the request."""
     try:
         payload = orjson.loads(body)
@@ -349,7 +359,9 @@ def refused(shard: str, status: int, headers: Mapping[str, str], body: bytes) ->
     error_type = payload.get("error_type") if shaped else None
     if status >= 500 and error_type != "incomplete_generation":
         return ShardLost(f"Shard {shard} answered with status {status}: {error}")
-    return ShardAnswered(status, error, error_type or _type_of(status), headers.get("retry-after"))
+    retry_after = headers.get(b"retry-after")
+    told = None if retry_after is None else retry_after.decode("latin-1")
+    return ShardAnswered(status, error, error_type or _type_of(status), told)
 
 
 def _type_of(status: int) -> str:

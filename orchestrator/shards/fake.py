@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.core.redress import Dialect
 from orchestrator.core.sse import DONE, openai_event, tgi_event
 from orchestrator.core.ticket import ShardView
-from orchestrator.shards.script import Ask, Script, understood
+from orchestrator.shards.script import Ask, Script, info, understood
 from orchestrator.shards.script import Part as Part
 from tgi_patches.contract import (
     PROTOCOL_VERSION,
@@ -200,7 +200,7 @@ class FakeShard:
             chat = {"tokenize_response": tokens, "templated_text": "x"}
             await _json(send, chat if path == "/chat_tokenize" else tokens)
         elif path == "/info":
-            await _json(send, {"model_id": "fake", "max_input_tokens": self.limits.max_input_tokens})
+            await _json(send, info(self.limits))
         elif self.refuses is not None:
             await _json(send, self.refuses[1], self.refuses[0])
         else:

@@ -20,7 +20,7 @@ class Stopped(Exception):
 
 
 class Relay:
-    """One stream's rest.  At most what one read of the socket brought waits for a slow client."""
+    """One stream's rest.  What one read of the socket brought is one push, and all that ever waits."""
 
     def __init__(self, connection: Connection, passage: Passage, push: Push, idle_s: float) -> None:
         self._connection = connection
@@ -28,7 +28,6 @@ class Relay:
         self._push = push
         self._idle_s = idle_s
         self._blocked: Awaitable[None] | None = None
-        self._waiting: list[bytes] = []
 
     async def run(self, unread: bytes) -> None:
         """Returns at the end of the stream or at an error event.
@@ -42,13 +41,12 @@ class Relay:
         try:
             if unread := unread + connection.take():
                 self._arrived(unread)
-            while True:
-                await self._until_taken()
-                if connection.complete:
-                    break
-                await connection.news()
-        except Stopped:
             await self._until_taken()
+            while not await connection.news():
+                await self._until_taken()
+        except Stopped:
+            pass
+        await self._until_taken()
         if self._passage.failure is not None:
             raise self._passage.failure
         if rest := self._passage.finish():
@@ -58,14 +56,12 @@ class Relay:
     def _arrived(self, piece: bytes) -> None:
         ready = self._passage.feed(piece)
         if ready:
-            if self._blocked is None:
-                self._hand_on(ready)
-            else:
-                self._waiting.append(ready)
+            self._hand_on(ready)
         if self._passage.over:
             raise Stopped
 
     def _hand_on(self, ready: bytes) -> None:
+        assert self._blocked is None, "a connection that is paused brings nothing"
         self._blocked = self._push(ready)
         if self._blocked is None:
             self._connection.expect(self._idle_s)
@@ -74,12 +70,7 @@ class Relay:
 
     async def _until_taken(self) -> None:
         """The client has everything; only then the shard is read again."""
-        if self._blocked is None:
-            return
-        while self._blocked is not None:
+        if self._blocked is not None:
             await self._blocked
             self._blocked = None
-            if self._waiting:
-                waiting, self._waiting = self._waiting, []
-                self._hand_on(b"".join(waiting))
-        self._connection.resume(self._idle_s)
+            self._connection.resume(self._idle_s)

@@ -5,16 +5,25 @@ The shapes follow the router of TGI v3.3.7 (lib.rs, chat.rs, `completions` in se
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from orchestrator.core.redress import Dialect
-from tgi_patches.contract import GetTag, PutTag, parse_tag
+from tgi_patches.contract import GetTag, Limits, PutTag, parse_tag
 
 SERVED = "fake"
 """The model that answers name where nothing else is asked for."""
+_TOLD_LIMITS = (
+    "max_concurrent_requests",
+    "max_best_of",
+    "max_stop_sequences",
+    "max_input_tokens",
+    "max_total_tokens",
+    "max_client_batch_size",
+)
 _DIALECTS = {"/v1/chat/completions": Dialect.CHAT, "/v1/completions": Dialect.COMPLETION}
 
 
@@ -62,6 +71,15 @@ def understood(path: str, body: Mapping[str, Any]) -> Ask:
         seed=parameters.get("seed"),
         prompts=len(prompt) if isinstance(prompt, list) else 1,
     )
+
+
+def info(limits: Limits) -> dict[str, Any]:
+    """What `/info` says."""
+    told = dataclasses.asdict(limits)
+    named = {name: told[name] for name in _TOLD_LIMITS}
+    router = {"router": "fake", "version": "0", "sha": None, "docker_label": None}
+    model = {"model_id": SERVED, "model_sha": None, "model_pipeline_tag": "text-generation"}
+    return model | named | {"validation_workers": 1} | router
 
 
 @dataclass(frozen=True, slots=True)

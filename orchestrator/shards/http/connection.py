@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 import httptools
@@ -27,10 +27,11 @@ Sink = Callable[[bytes], None]
 
 
 class Connection(asyncio.Protocol):
-    """`status` and `headers` are those of the present answer."""
+    """`status` and `headers` (names in lower case) are those of the present answer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, idle_ended: Callable[[Connection], None]) -> None:
         self.status = 0
+        self.headers: dict[bytes, bytes] = {}
         self.complete = False
         self.closed = False
         self.idle_since_s = 0.0
@@ -41,8 +42,6 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._busy = False
         self._keep = False
-        self._raw_headers: list[tuple[bytes, bytes]] = []
-        self._headers: dict[str, str] | None = None
         self._touched = False
         self._until_close = False
         self._head_bytes = 0
@@ -53,15 +52,6 @@ class Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Of the present answer, names in lower case; few answers are asked for them."""
-        if self._headers is None:
-            self._headers = {
-                name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._raw_headers
-            }
-        return self._headers
 
     # --- an exchange ----------------------------------------------------------------------------
 
@@ -101,11 +91,10 @@ class Connection(asyncio.Protocol):
         """What has arrived since the last call, at least a byte; empty at the end of the body."""
         self._deadline.go_on()
         while not self._pieces and not self.complete:
+            self._resume()
             await self._something()
         self._deadline.hold()
-        taken = self.take()
-        self._resume()
-        return taken
+        return self.take()
 
     def take(self) -> bytes:
         """What has arrived and was not read yet, perhaps nothing."""
@@ -113,16 +102,18 @@ class Connection(asyncio.Protocol):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def push_into(self, sink: Sink) -> None:
-        """From now on every piece goes into `sink` as it arrives.
+        """From now on the body goes into `sink` as it arrives, at once what one read of the socket brought.
 
         It runs inside the socket's callback: it must not block.  What it raises ends the exchange.
         """
         self._sink = sink
         self._resume()
 
-    async def news(self) -> None:
-        """Until the body is complete or reading was paused.  Raises what ended the exchange."""
-        await self._something()
+    async def news(self) -> bool:
+        """Until reading was paused, or True: the body is complete.  Raises what ended the exchange."""
+        if self._error is not None or not self.complete:
+            await self._something()
+        return self.complete
 
     def pause(self) -> None:
         """Read no more until `resume`, and wake who waits for news.  The deadline stands still."""
@@ -163,8 +154,7 @@ class Connection(asyncio.Protocol):
     def _begin(self, whole: bool) -> None:
         assert not self._busy, "one exchange at a time"
         self.status = 0
-        self._raw_headers = []
-        self._headers = None
+        self.headers = {}
         self.complete = self._touched = self._until_close = False
         self._gathering = whole
         self._head_bytes = self._held_bytes = 0
@@ -222,12 +212,27 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            # What a sink raises travels as the cause of the parser's own error.
-            cause = error.__context__ if isinstance(error.__context__, Exception) else None
-            self._fail(cause or Malformed(f"No HTTP answer: {error}"))
+            # What a callback raises travels as the context of the parser's own error.
+            raised = error.__context__
+            self._sink_pieces()
+            self._fail(raised if isinstance(raised, Malformed) else Malformed(f"No HTTP answer: {error}"))
             return
-        if not self.status and self._head_bytes > HEAD_LIMIT_BYTES:
+        if self._sink is not None:
+            self._sink_pieces()
+        elif not self.status and self._head_bytes > HEAD_LIMIT_BYTES:
             self._fail(Malformed(f"A head of more than {HEAD_LIMIT_BYTES} bytes."))
+
+    def _sink_pieces(self) -> None:
+        if self._sink is None or not self._pieces:
+            return
+        try:
+            self._sink(self.take())
+        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to who gave the sink
+            if self._error is None:
+                self._error = error
+            if not self.complete:
+                self.close()
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
@@ -251,27 +256,25 @@ class Connection(asyncio.Protocol):
             raise Malformed("Bytes that nobody asked for.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.status:
-            return  # A trailer: nobody asks for those.
-        self._raw_headers.append((name, value))
+        if not self.status:  # else it is a trailer
+            self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
-            self._raw_headers = []
+            self.headers = {}
             return
         self.status = status
         if not self._parser.should_keep_alive():
             # Without a length the end of the connection is the end of the body.
-            self._until_close = not {"content-length", "transfer-encoding"} & self.headers.keys()
+            self._until_close = not {b"content-length", b"transfer-encoding"} & self.headers.keys()
         if not self._gathering:
             self._wake()
 
     def on_body(self, piece: bytes) -> None:
-        if self._sink is not None:
-            self._sink(piece)
-            return
         self._pieces.append(piece)
+        if self._sink is not None:
+            return
         self._held_bytes += len(piece)
         if not self._gathering:
             self._wake()

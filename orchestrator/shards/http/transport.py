@@ -41,8 +41,7 @@ class PooledTransport(httpx.AsyncBaseTransport):
         except (CannotConnect, ConnectionLost, Malformed, PoolFull, TimeoutError) as error:
             raise _as_httpx(error, request) from error
         stream = _Body(self._pool, origin, connection, read_s, request)
-        # As bytes: httpx takes text for ASCII, and a header may hold any byte.
-        answered = [(_bytes(name), _bytes(value)) for name, value in connection.headers.items()]
+        answered = list(connection.headers.items())
         return httpx.Response(connection.status, headers=answered, stream=stream)
 
     async def aclose(self) -> None:
@@ -79,10 +78,6 @@ def _origin(request: httpx.Request) -> Origin:
     if request.url.scheme != "http" or request.method in _NOT_SPOKEN:
         raise httpx.UnsupportedProtocol("Shards speak plain HTTP, without HEAD and CONNECT.", request=request)
     return Origin(request.url.host, request.url.port or 80)
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("latin-1")
 
 
 def _seconds(told: float | None) -> float:

@@ -1,0 +1,1 @@
+"""Users, shapes and measurements for servers that speak TGI's API.  Imports nothing of the orchestrator."""
