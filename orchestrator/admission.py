@@ -128,7 +128,13 @@ class Admission:
                 timeout_s = self._settings.count_timeout_s
                 return await self._shards.post(leg, path, body, timeout_s, request_id=request_id)
             except (ShardLost, DeadlinePassed) as error:
-                log.warning("shard_does_not_answer", shard=leg.shard, path=path, error=str(error))
+                log.warning(
+                    "shard_does_not_answer",
+                    shard=leg.shard,
+                    path=path,
+                    request_id=request_id or None,
+                    error=str(error),
+                )
         raise Unavailable("No shard is ready to serve the request.")
 
     async def _prompt_tokens(self, job: Job, valid: ValidParameters, limits: Limits) -> int:

@@ -318,6 +318,23 @@ def bench_relay(
     bench.bench_relay(state, rounds=rounds, requests=requests, as_json=as_json)
 
 
+@bench_app.command("gateway")
+def bench_gateway(
+    rounds: Annotated[int, typer.Option(min=1, max=99, help="Rounds; medians are reported.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter requests.")] = False,
+    only: Annotated[str, typer.Option(help="Gateways with commas between, such as ours,aiohttp.")] = "",
+    measure: Annotated[
+        str, typer.Option(help="Of event, flood, request, ttft, pool and open, with commas between.")
+    ] = "",
+    route: Annotated[str, typer.Option(help="chat, completions or generate.")] = "chat",
+    as_json: Json = False,
+) -> None:
+    """CPU time per token event and per request against nginx, vllm-router, aiohttp and FastAPI."""
+    from orchestrator.commands import bench
+
+    bench.bench_gateway(only=only, measures=measure, rounds=rounds, quick=quick, route=route, as_json=as_json)
+
+
 @bench_app.command("interference")
 def bench_interference(
     config: Config = None,

@@ -7,8 +7,6 @@ open and settles the request, exactly once, as every other ending does.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -30,14 +28,17 @@ from orchestrator.errors import (
     Overloaded,
     ShardLost,
 )
+from orchestrator.handover import Handover
 from orchestrator.metrics import Metrics
 from orchestrator.queues.protocol import RequestQueue
 from orchestrator.run import Job, Out, Run, encoded
 from orchestrator.settle import end_with_error, settle
 from orchestrator.shards.client import IMPORT_HEADER, Answer, Headers, ShardClient, ShardStream, payload_of
-from tgi_patches.contract import PROTOCOL_VERSION, MissReason, PullReply, PullRequest, WaitReply
+from tgi_patches.contract import MissReason
 
 log = structlog.get_logger()
+
+_IMPORT = IMPORT_HEADER.encode()
 
 _PASSED_ON = frozenset(
     {
@@ -55,9 +56,6 @@ _PASSED_ON = frozenset(
 )
 """TGI's headers of a whole answer."""
 _IMPORT = IMPORT_HEADER.encode()
-_MISS_REASONS = frozenset(MissReason)
-_AS_MISS: Mapping[str, str] = {"timeout": MissReason.LINK, "lost": MissReason.ERROR}
-"""What became of a pull that ended without a word of the decode shard's sidecar."""
 
 
 class Pipeline:
@@ -72,6 +70,7 @@ class Pipeline:
         self.open: dict[int, Run] = {}
         self._queue = queue
         self._shards = shards
+        self._handover = Handover(settings.wait_timeout_s, shards, self.admission, metrics)
 
     async def serve(self, job: Job, out: Out) -> None:
         """Answer one request.
@@ -154,7 +153,7 @@ class Pipeline:
         first = await self._put_stream(run)
         if first.ended:
             return
-        reply = await self._published(run)
+        reply = await self._handover.published(run)
         token_id = first.token_id if reply is None or first.token_id is not None else reply.first_token_id
         await self._get_stream(run, first, token_id)
 
@@ -165,7 +164,7 @@ class Pipeline:
         job = run.job
         tag = redress.put_tag(job.dialect, job.raw, run.handle)
         body = redress.put_body(job.dialect, job.raw, tag, run.seed)
-        async with self._stream(run, _prefill(run), body) as events:
+        async with self._stream(run, run.prefill, body) as events:
             before, payload = await _until_token(run, events)
             first = redress.first_token(
                 job.dialect,
@@ -181,72 +180,17 @@ class Pipeline:
                 await self._relay(run, events, Passage(job.dialect, tag=str(tag), model=run.model, ends=0))
             else:
                 run.enter("relay")
-                await self._drain(events)
+                await self._drain(run, events)
         return first
 
-    async def _drain(self, events: ShardStream) -> None:
+    async def _drain(self, run: Run, events: ShardStream) -> None:
         """Read the put leg to its end, so that its connection serves again; nothing depends on it."""
         try:
             await events.skip(self.settings.wait_timeout_s)
         except GatewayError as error:
-            log.warning("put_leg_cut_off", shard=events.shard, error=str(error))
-
-    async def _published(self, run: Run) -> WaitReply | None:
-        """The record is where decode can read it, or will not come: either way the get leg may start.
-
-        `wait_timeout_s` is for the wait and the pull together.
-        """
-        run.enter("relay")
-        end_s = time.monotonic() + self.settings.wait_timeout_s
-        reply = await self._waited(run)
-        if run.grant.pull and reply is not None and reply.found and _needed(run, reply):
-            await self._pull(run, end_s)
-        return reply
-
-    async def _waited(self, run: Run) -> WaitReply | None:
-        leg = _prefill(run)
-        try:
-            reply = await self._shards.wait(leg, run.handle, self.settings.wait_timeout_s)
-        except GatewayError as error:
-            log.warning("wait_failed", shard=leg.shard, error=str(error))
-            return None
-        if reply.found and reply.prompt_tokens:
-            run.prompt_tokens = reply.prompt_tokens
-            self.admission.learn(run.job, reply.prompt_tokens)
-        return reply
-
-    async def _pull(self, run: Run, end_s: float) -> None:
-        """Bring the record to the decode shard's host; without it that shard computes the prompt itself."""
-        begun_s = time.monotonic()
-        result, reply = await self._asked_to_pull(run, end_s - begun_s)
-        took_s = time.monotonic() - begun_s
-        if reply is not None:
-            run.source = (reply.shard, reply.epoch)
-        else:
-            leg = run.grant.decode
-            run.pull_miss = _AS_MISS.get(result, result)
             log.warning(
-                "pull_failed", shard=leg.shard, source=_prefill(run).shard, reason=result, took_s=took_s
+                "put_leg_cut_off", shard=events.shard, request_id=run.job.request_id, error=str(error)
             )
-        self.metrics.pulled(result, took_s, reply.kv_bytes if reply is not None else 0)
-
-    async def _asked_to_pull(self, run: Run, timeout_s: float) -> tuple[str, PullReply | None]:
-        """`ok` and where the record stands now, or why there is none."""
-        if timeout_s <= 0:
-            return "timeout", None
-        source, address = _prefill(run), run.grant.pull
-        request = PullRequest(
-            PROTOCOL_VERSION, run.handle, source.shard, source.epoch, address, timeout_s=timeout_s
-        )
-        try:
-            reply = await self._shards.pull(run.grant.decode, request)
-        except DeadlinePassed:
-            return "timeout", None
-        except GatewayError:
-            return "lost", None
-        if reply.found:
-            return "ok", reply
-        return reply.reason if reply.reason in _MISS_REASONS else MissReason.ERROR, None
 
     async def _get_stream(self, run: Run, first: FirstToken, token_id: int | None) -> None:
         """Everything after the first token, from the decode shard."""
@@ -273,10 +217,10 @@ class Pipeline:
         run.step(Event.PUT_SENT)
         run.enter("prefill")
         put_tag = redress.put_tag(job.dialect, job.raw, run.handle)
-        put = await self._post(run, _prefill(run), redress.put_body(job.dialect, job.raw, put_tag, run.seed))
+        put = await self._post(run, run.prefill, redress.put_body(job.dialect, job.raw, put_tag, run.seed))
         reason = redress.finish_reason(job.dialect, put.json())
         ended = redress.ended_at_first(reason, run.max_new_tokens)
-        reply = None if ended else await self._published(run)
+        reply = None if ended else await self._handover.published(run)
         if ended or (reply is not None and reply.ended):
             answer = redress.ended_answer(
                 job.dialect, put.json(), wants_details=job.parameters.details, model=run.model
@@ -361,20 +305,9 @@ class Pipeline:
             self.metrics.imported(run.import_result)
 
 
-def _prefill(run: Run) -> Leg:
-    leg = run.grant.prefill
-    assert leg is not None, "a separated grant names a prefill shard"
-    return leg
-
-
-def _needed(run: Run, reply: WaitReply) -> bool:
-    """False where no get leg follows: a whole answer that is complete with its first token."""
-    return run.job.stream or not reply.ended
-
-
 def _get_leg(run: Run, token_id: int | None) -> tuple[str, dict[str, Any]]:
     """The get leg's tag and body."""
-    job, leg = run.job, _prefill(run)
+    job, leg = run.job, run.prefill
     shard, epoch = run.source or (leg.shard, leg.epoch)
     tag = redress.get_tag(job.dialect, job.raw, handle=run.handle, shard=shard, epoch=epoch, first=token_id)
     return str(tag), redress.get_body(job.dialect, job.raw, tag, run.seed, run.cap)

@@ -12,7 +12,7 @@ from orchestrator.core.estimate import PromptSize
 from orchestrator.core.redress import Dialect
 from orchestrator.core.request import Event, State
 from orchestrator.core.sse import openai_event, tgi_event
-from orchestrator.core.ticket import Grant
+from orchestrator.core.ticket import Grant, Leg
 from orchestrator.core.validation import GenerateParameters
 
 
@@ -118,6 +118,13 @@ class Run:
     def grant(self) -> Grant:
         assert self.granted is not None, "a leg needs a grant"
         return self.granted
+
+    @property
+    def prefill(self) -> Leg:
+        """The prefill shard's part of a separated grant."""
+        leg = self.grant.prefill
+        assert leg is not None, "a separated grant names a prefill shard"
+        return leg
 
     @property
     def imported(self) -> bool | None:

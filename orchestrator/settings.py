@@ -152,11 +152,27 @@ class GatewaySection(Section):
     admin_token_file: AbsolutePath | None = None
     """A file with the token that `/admin` and `/metrics` then ask for."""
     connect_timeout_s: Seconds = 2.0
+    first_event_timeout_s: Seconds = 60.0
+    """How long a shard may take to the first event of an answer: its queue and a whole prefill."""
     wait_timeout_s: Seconds = 5.0
     """How long the gateway waits for a KV record after the put leg."""
     idle_timeout_s: Seconds = 60.0
     """How long a shard may stay silent within an answer."""
     keep_alive_s: Seconds = 15.0
+
+    @model_validator(mode="after")
+    def _certificate_with_key(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            here, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ValueError(f"{here} needs {missing} beside it")
+        return self
+
+    @model_validator(mode="after")
+    def _administration_elsewhere(self) -> Self:
+        """By its port: a request is told apart by where it came in."""
+        if self.port != 0 and self.admin_listen.rpartition(":")[2] == str(self.port):
+            raise ValueError(f"admin_listen and listen have the port {self.port}: each needs its own")
+        return self
 
     @property
     def host(self) -> str:

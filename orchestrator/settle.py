@@ -41,6 +41,8 @@ def settle(
         ttft_s=run.ttft_s,
         prompt_tokens=run.prompt_tokens,
         generated_tokens=run.generated_tokens,
+        key_name=run.job.key_name,
+        max_new_tokens=run.max_new_tokens,
     )
     _log_access(run, outcome, error, total_s)
     run.job.charge(run.prompt_tokens + run.generated_tokens if run.granted is not None else 0)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 
 from orchestrator.config import API_KEYS_VARIABLE
 from orchestrator.errors import ConfigError
 from orchestrator.settings import GatewaySection
+from tgi_patches.key import is_loopback
 
-
-def is_loopback(host: str) -> bool:
-    """True for an address that only this machine reaches; a name other than `localhost` may be any."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+__all__ = ["check_exposure", "host_of", "is_loopback"]
 
 
 def host_of(address: str) -> str:

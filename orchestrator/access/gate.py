@@ -89,11 +89,20 @@ class Access:
 
     @classmethod
     def open(
-        cls, gateway: GatewaySection, env: Mapping[str, str], shared: Path | None = None, worker: int = 0
+        cls,
+        gateway: GatewaySection,
+        env: Mapping[str, str],
+        shared: Path | None = None,
+        worker: int = 0,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> Self:
-        """Reads keys and token.  `shared` is a folder of all workers of this gateway, numbered from 0."""
+        """Reads keys and token.  ConfigError in one sentence.
+
+        `shared` is a folder of all workers of this gateway, which are numbered from 0; their clock is one.
+        """
         check_exposure(gateway, env)
-        access = cls(gateway, env, Tally(shared, worker, gateway.workers))
+        access = cls(gateway, env, Tally(shared, worker, gateway.workers), now_s)
         try:
             access._read_keys()
             access._read_token()

@@ -132,9 +132,11 @@ class OwnRows(Rows):
         cells = self.cells
         if cells[at + _STEP] != step:
             self._advance(at, step)
-        cells[at + _REQUESTS] += requests
-        cells[at + _TOKENS] += tokens
         cells[at + _OPEN] += opened
+        if requests:
+            cells[at + _REQUESTS] += requests
+        if tokens:
+            cells[at + _TOKENS] += tokens
 
     def _advance(self, at: int, step: int) -> None:
         """Note what was counted before each step that has begun; the step itself last, for readers."""
@@ -156,12 +158,14 @@ class Tally:
         self._rows: dict[int, int] = {}
         if shared is None:
             self._own = OwnRows(None)
+            self.add = self._own.add
             return
         with contextlib.ExitStack() as undo:
             try:
                 shared.mkdir(mode=0o700, parents=True, exist_ok=True)
                 own = shared / f"limits-{worker}"
                 self._own = OwnRows(_opened(own), str(own))
+                self.add = self._own.add
                 undo.callback(self.close)
                 for other in range(workers):
                     if other != worker:
@@ -181,9 +185,6 @@ class Tally:
         names = {key_name: name_of(key_name) for key_name in key_names}
         rows = self._own.take(names.values(), step)
         return {key_name: (name, rows[name]) for key_name, name in names.items()}
-
-    def add(self, at: int, step: int, *, requests: int = 0, tokens: int = 0, opened: int = 0) -> None:
-        self._own.add(at, step, requests=requests, tokens=tokens, opened=opened)
 
     def used_from(self, name: int, at: int, step: int, count: int) -> int:
         """Of all workers: requests (`count` 0) or tokens (1) of `step` and later."""

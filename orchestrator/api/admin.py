@@ -54,7 +54,7 @@ def status_of(gateway: Gateway) -> dict[str, Any]:
         "mode": dataclasses.asdict(gateway.queue.mode),
         "degraded": gateway.queue.degraded,
         "waiting": gateway.queue.waiting,
-        "open_requests": len(gateway.pipeline.open),
+        "open_requests": gateway.metrics.open_requests(),
         "reserved": {
             "kv_tokens": sum(view.reserved_kv_tokens for view in views),
             "slots": sum(view.reserved_slots for view in views),

@@ -20,7 +20,7 @@ def openai_reason(reason: FinishReason) -> str:
 class Outgoing(BaseModel):
     """An answer or a part of one."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
     left_out_when_empty: ClassVar[frozenset[str]] = frozenset()
 
     @model_serializer(mode="wrap")
@@ -38,6 +38,19 @@ class Outgoing(BaseModel):
 class ErrorBody(Outgoing):
     error: str
     error_type: str
+
+
+class EventError(Outgoing):
+    message: str
+    http_status_code: int
+    """That it would have had before the stream began."""
+
+
+class OpenAIErrorEvent(Outgoing):
+    """An error inside a stream of the OpenAI routes."""
+
+    error: EventError
+    error_type: str | None = None
 
 
 class PrefillToken(Outgoing):
@@ -200,6 +213,8 @@ class CompletionChoice(Outgoing):
 
 
 class CompletionChunk(Outgoing):
+    """A piece of a prompt's answer."""
+
     object: Literal["text_completion"] = "text_completion"
     id: str = ""
     created: int
@@ -232,6 +247,7 @@ class Info(Outgoing):
     """`/info`."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
+    left_out_when_empty = frozenset({"notes"})
     model_id: str
     model_sha: str | None = None
     model_pipeline_tag: str | None = "text-generation"
@@ -246,6 +262,8 @@ class Info(Outgoing):
     version: str
     sha: str | None = None
     docker_label: str | None = None
+    notes: list[str] = []
+    """Ours: which shards serve mixed only, and why; left out where there are none."""
 
 
 class ModelInfo(Outgoing):

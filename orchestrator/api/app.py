@@ -45,6 +45,7 @@ def create_app(
     """
     metrics = metrics or Metrics(queue.shards, lambda: queue.mode)
     pipeline = Pipeline(settings, queue, shards, metrics)
+    metrics.open_here = lambda: len(pipeline.open)
     gateway = Gateway(pipeline, queue, metrics)
 
     @asynccontextmanager

@@ -32,23 +32,23 @@ JobOf = Callable[[bytes, Caller], Job]
 def generate(body: bytes, caller: Caller) -> Job:
     """`POST /generate`"""
     parsed, raw = parsed_generate(body)
-    return _of_tgi(parsed.inputs, parsed.to_parameters(), raw, caller, stream=False)
+    return _of_tgi(parsed.inputs, parsed.parameters.to_core(), raw, caller, stream=False)
 
 
 def generate_stream(body: bytes, caller: Caller) -> Job:
     """`POST /generate_stream`"""
     parsed, raw = parsed_generate(body)
-    return _of_tgi(parsed.inputs, parsed.to_parameters(), raw, caller, stream=True)
+    return _of_tgi(parsed.inputs, parsed.parameters.to_core(), raw, caller, stream=True)
 
 
 def compatible(body: bytes, caller: Caller) -> Job:
     """`POST /`: answers with the prompt in front unless told otherwise (server.rs, compat_generate)."""
     parsed, raw = parsed_generate(body)
     changes: dict[str, Any] = {}
-    if parsed.parameters is None or parsed.parameters.return_full_text is None:
+    if parsed.parameters.return_full_text is None:
         changes = {"return_full_text": True}
         raw["parameters"] = raw.get("parameters", {"do_sample": True}) | changes
-    parameters = parsed.to_parameters(**changes)
+    parameters = parsed.parameters.to_core(**changes)
     return _of_tgi(parsed.inputs, parameters, raw, caller, stream=parsed.stream, array=not parsed.stream)
 
 

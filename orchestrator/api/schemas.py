@@ -15,85 +15,11 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
-from orchestrator.api.answers import (
-    BestOfSequence as BestOfSequence,
-)
-from orchestrator.api.answers import (
-    ChatChoice as ChatChoice,
-)
-from orchestrator.api.answers import (
-    ChatChunk as ChatChunk,
-)
-from orchestrator.api.answers import (
-    ChatChunkChoice as ChatChunkChoice,
-)
-from orchestrator.api.answers import (
-    ChatCompletion as ChatCompletion,
-)
-from orchestrator.api.answers import (
-    ChatLogprob as ChatLogprob,
-)
-from orchestrator.api.answers import (
-    ChatLogprobs as ChatLogprobs,
-)
-from orchestrator.api.answers import (
-    ChatMessage as ChatMessage,
-)
-from orchestrator.api.answers import (
-    ChatTokenizeResponse as ChatTokenizeResponse,
-)
-from orchestrator.api.answers import (
-    Details as Details,
-)
-from orchestrator.api.answers import (
-    ErrorBody as ErrorBody,
-)
-from orchestrator.api.answers import (
-    FinishReason as FinishReason,
-)
-from orchestrator.api.answers import (
-    GenerateResponse as GenerateResponse,
-)
-from orchestrator.api.answers import (
-    Info as Info,
-)
-from orchestrator.api.answers import (
-    ModelInfo as ModelInfo,
-)
-from orchestrator.api.answers import (
-    ModelsInfo as ModelsInfo,
-)
-from orchestrator.api.answers import (
-    Outgoing as Outgoing,
-)
-from orchestrator.api.answers import (
-    PrefillToken as PrefillToken,
-)
-from orchestrator.api.answers import (
-    SimpleToken as SimpleToken,
-)
-from orchestrator.api.answers import (
-    StreamDetails as StreamDetails,
-)
-from orchestrator.api.answers import (
-    StreamEvent as StreamEvent,
-)
-from orchestrator.api.answers import (
-    Token as Token,
-)
-from orchestrator.api.answers import (
-    TopLogprob as TopLogprob,
-)
-from orchestrator.api.answers import (
-    Usage as Usage,
-)
-from orchestrator.api.answers import (
-    openai_reason as openai_reason,
-)
 from orchestrator.core.validation import GenerateParameters as CoreParameters
 from orchestrator.core.validation import GenerateRequest, chat_parameters
 from orchestrator.errors import InvalidRequest
@@ -102,6 +28,18 @@ U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 F32 = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _told(**bounds: float) -> Any:
+    """Bounds that the document tells; `core.validation` checks them, with TGI's own sentences."""
+    return Field(json_schema_extra=dict(bounds))
+
+
+Positive = Annotated[F32, _told(exclusiveMinimum=0)]
+NotNegative = Annotated[F32, _told(minimum=0)]
+Penalty = Annotated[F32, _told(minimum=-2, maximum=2)]
+Share = Annotated[F32, _told(exclusiveMinimum=0, exclusiveMaximum=1)]
+AtLeastOne = Annotated[U32, _told(minimum=1)]
 Body = TypeVar("Body", bound="Incoming")
 _WRITABLE_DEPTH = 254
 """Levels that orjson writes."""
@@ -110,12 +48,20 @@ _WRITABLE_DEPTH = 254
 class Incoming(BaseModel):
     """A request body or a part of one."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+
+_JSON = {"properties": {"type": {"enum": ["json", "json_object"]}}}
+_REGEX = {"properties": {"type": {"const": "regex"}, "value": {"type": "string"}}}
+_JSON_SCHEMA = {
+    "properties": {"type": {"const": "json_schema"}, "value": {"type": "object", "required": ["schema"]}}
+}
 
 
 class Grammar(Incoming):
     """`{"type": "json" | "json_object" | "json_schema" | "regex", "value": ...}`"""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_JSON, _REGEX, _JSON_SCHEMA]})
     type: Literal["json", "json_object", "json_schema", "regex"]
     value: Any
     """A JSON Schema; of `json_schema` an object with `schema` in it; of `regex` a string."""
@@ -132,25 +78,35 @@ class Grammar(Incoming):
 class GenerateParameters(Incoming):
     """`parameters` of TGI's own routes."""
 
-    best_of: U64 | None = None
-    temperature: F32 | None = None
-    repetition_penalty: F32 | None = None
-    frequency_penalty: F32 | None = None
-    top_k: I32 | None = None
-    top_p: F32 | None = None
-    typical_p: F32 | None = None
+    best_of: Annotated[U64, _told(minimum=1)] | None = None
+    """Generate that many answers and give the likeliest; needs sampling, and no stream."""
+    temperature: Positive | None = None
+    repetition_penalty: Positive | None = None
+    """1 is none."""
+    frequency_penalty: Penalty | None = None
+    top_k: Annotated[I32, _told(minimum=1)] | None = None
+    top_p: Share | None = None
+    typical_p: Share | None = None
     do_sample: bool = False
-    max_new_tokens: U32 | None = None
+    """Whether to draw tokens; true where `parameters` is absent."""
+    max_new_tokens: AtLeastOne | None = None
+    """Absent: as many as fit."""
     return_full_text: bool | None = None
+    """Puts the prompt in front; the default of `POST /` is true, of the others false."""
     stop: list[str] = []
-    truncate: U64 | None = None
+    """The answer ends with the first of these."""
+    truncate: Annotated[U64, _told(minimum=1)] | None = None
+    """Keep only so many of the prompt's last tokens."""
     watermark: bool = False
     details: bool = False
     decoder_input_details: bool = False
+    """Log probabilities of the prompt's tokens; not in a stream."""
     seed: U64 | None = None
     top_n_tokens: U32 | None = None
+    """Tell so many of the likeliest tokens of each step."""
     grammar: Grammar | None = None
     adapter_id: str | None = None
+    """A LoRA adapter."""
     ignore_eos_token: bool = False
     """Ours: an embedded shard then generates `max_new_tokens` whatever comes.  TGI ignores the field."""
 
@@ -167,42 +123,46 @@ class GenerateBody(Incoming):
     """Body of `/`, `/generate`, `/generate_stream` and `/tokenize`; `stream` counts only on `/`."""
 
     inputs: str
-    parameters: GenerateParameters | None = None
+    parameters: GenerateParameters = _ABSENT
+    """Absent ones sample, an empty object is greedy."""
     stream: bool = False
 
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _not_null(cls, value: Any) -> Any:
-        if value is None:
-            raise ValueError("invalid type: null, expected an object")
-        return value
-
-    def to_parameters(self, **changes: Any) -> CoreParameters:
-        """Absent `parameters` sample, an empty object is greedy: TGI's own rule."""
-        return (self.parameters or _ABSENT).to_core(**changes)
-
     def to_request(self) -> GenerateRequest:
-        return GenerateRequest(self.inputs, self.to_parameters())
+        return GenerateRequest(self.inputs, self.parameters.to_core())
 
 
 class ImageUrl(Incoming):
     url: str
 
 
-class MessageChunk(Incoming):
-    """A part of a message: text, or the address of an image."""
-
-    type: Literal["text", "image_url"]
-    text: str | None = None
-    image_url: ImageUrl | None = None
+class TextChunk(Incoming):
+    type: Literal["text"]
+    text: str
 
     def as_text(self) -> str:
-        return f"![]({self.image_url.url})" if self.image_url is not None else self.text or ""
+        return self.text
+
+
+class ImageChunk(Incoming):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    def as_text(self) -> str:
+        return f"![]({self.image_url.url})"
+
+
+MessageChunk = Annotated[TextChunk | ImageChunk, Field(discriminator="type")]
+"""A part of a message: text, or the address of an image."""
+
+
+_SAYS = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_CALLS = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}}
 
 
 class Message(Incoming):
     """One turn of a chat."""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_SAYS, _CALLS]})
     role: str
     content: str | list[MessageChunk] | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -226,11 +186,21 @@ class ToolFunction(Incoming):
     name: str
     description: str | None = None
     arguments: Any = Field(default=None, validation_alias=AliasChoices("arguments", "parameters"))
+    """A JSON Schema; also spelled `parameters`."""
 
 
 class Tool(Incoming):
     type: str
     function: ToolFunction
+
+
+_NAMED = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+_TYPED_CHOICE = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": _NAMED},
+}
+_CHOICE_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, _TYPED_CHOICE, {"type": "null"}]})
 
 
 class StreamOptions(Incoming):
@@ -245,23 +215,25 @@ class ChatRequest(Incoming):
 
     model: str | None = None
     messages: list[Message]
-    frequency_penalty: F32 | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: list[F32] | None = None
     logprobs: bool | None = None
     top_logprobs: U32 | None = None
-    max_tokens: U32 | None = Field(
+    max_tokens: AtLeastOne | None = Field(
         default=None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens")
     )
+    """Also spelled `max_completion_tokens`; absent: as many as fit."""
     n: U32 | None = None
-    presence_penalty: F32 | None = None
+    presence_penalty: Annotated[F32, _told(exclusiveMinimum=-2)] | None = None
     stop: list[str] | None = None
     stream: bool = False
     seed: U64 | None = None
-    temperature: F32 | None = None
-    top_p: F32 | None = None
+    temperature: NotNegative | None = None
+    top_p: Share | None = None
     tools: list[Tool] | None = None
     tool_prompt: str | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[str | dict[str, Any] | None, _CHOICE_SCHEMA] = None
+    """`auto`, `none`, `required`, a function's name, or the object that names one."""
     response_format: Grammar | None = None
     stream_options: StreamOptions = StreamOptions()
 
@@ -271,6 +243,16 @@ class ChatRequest(Incoming):
         if any(message.content is None and message.tool_calls is None for message in messages):
             raise ValueError("a message needs `content` or `tool_calls`")
         return messages
+
+    @field_validator("tool_choice", mode="after")
+    @classmethod
+    def _names_a_function(cls, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if choice.get("type") != "function" or not isinstance(name, str):
+                raise ValueError('expected {"type": "function", "function": {"name": ...}}')
+        return choice
 
     @property
     def has_image(self) -> bool:
@@ -296,15 +278,15 @@ class CompletionRequest(Incoming):
     """Body of `/v1/completions`; `prompt` may be several."""
 
     model: str | None = None
-    prompt: str | list[str]
-    max_tokens: U32 | None = None
-    temperature: F32 | None = None
-    top_p: F32 | None = None
+    prompt: str | Annotated[list[str], Field(json_schema_extra={"minItems": 1})]
+    max_tokens: AtLeastOne | None = None
+    temperature: NotNegative | None = None
+    top_p: Share | None = None
     stream: bool = False
     seed: U64 | None = None
     suffix: str | None = None
-    repetition_penalty: F32 | None = None
-    frequency_penalty: F32 | None = None
+    repetition_penalty: Positive | None = None
+    frequency_penalty: Penalty | None = None
     stop: list[str] | None = None
 
     @field_validator("prompt", mode="after")

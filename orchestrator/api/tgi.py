@@ -4,64 +4,103 @@ from __future__ import annotations
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
-from orchestrator.api import jobs
+from orchestrator.api import answers, document, jobs
+from orchestrator.api.document import EVENTS, JSON
 from orchestrator.api.gateway import Gateway
 from orchestrator.api.incoming import Caller, read_body
-from orchestrator.api.reply import Generation
-from orchestrator.api.schemas import ErrorBody
+from orchestrator.api.schemas import GenerateBody
 from orchestrator.core.shard import ShardState
 
-_TAG = "Text Generation Inference"
+TAG = "Text Generation Inference"
+COUNTING_ERRORS = (413, 422, 424, 429, 503)
+_TOKENS = {JSON: document.array(answers.SimpleToken)}
+_ANSWER = document.of(answers.GenerateResponse)
+_ARRAY = document.array(answers.GenerateResponse)
+_EVENTS = document.events(answers.StreamEvent, answers.ErrorBody)
 
 
 def routes(gateway: Gateway) -> APIRouter:
-    """`/`, `/generate`, `/generate_stream`, `/tokenize`, `/info` and the health checks."""
-    router = APIRouter(tags=[_TAG])
+    """`/`, `/generate`, `/generate_stream`, `/tokenize`, `/info`, `/metrics` and the health checks."""
+    router = APIRouter(tags=[TAG])
+    _add_generations(router)
 
-    async def answered(request: Request, job_of: jobs.JobOf) -> Response:
-        body = await read_body(request, gateway.payload_bytes)
-        return Generation(gateway.pipeline, job_of(body, Caller.of(request.headers)))
-
-    @router.post("/generate")
-    async def generate(request: Request) -> Response:
-        return await answered(request, jobs.generate)
-
-    @router.post("/generate_stream")
-    async def generate_stream(request: Request) -> Response:
-        return await answered(request, jobs.generate_stream)
-
-    @router.post("/")
-    async def compatible(request: Request) -> Response:
-        return await answered(request, jobs.compatible)
-
-    @router.post("/tokenize")
+    @router.post(
+        "/tokenize",
+        summary="Tokenize a prompt",
+        operation_id="tokenize",
+        **document.asked(
+            GenerateBody, {JSON: document.array(answers.SimpleToken)}, (401, 429, *COUNTING_ERRORS)
+        ),
+    )
     async def tokenize(request: Request) -> Response:
         _, raw = jobs.parsed_generate(await read_body(request, gateway.payload_bytes))
         caller = Caller.of(request.headers)
         answer = await gateway.admission.ask_any("/tokenize", orjson.dumps(raw), caller.request_id)
-        return Response(answer.body, media_type="application/json")
+        return document.Json(answer.body)
 
-    @router.get("/info")
+    @router.get(
+        "/info",
+        summary="The served model and its limits, from a shard",
+        operation_id="get_model_info",
+        **document.told(document.of(answers.Info), 424, 503),
+    )
     async def info() -> Response:
         answer = await gateway.admission.ask_any("/info")
         notes = [
             f"{view.shard} serves mixed only: {view.note}" for view in gateway.queue.shards() if view.note
         ]
         body = orjson.dumps({**answer.json(), "notes": notes}) if notes else answer.body
-        return Response(body, media_type="application/json")
+        return document.Json(body)
 
-    @router.get("/health")
-    @router.get("/ping")
-    @router.get("/")
-    async def health() -> Response:
-        if any(view.state == ShardState.READY for view in gateway.queue.shards()):
-            return Response()
-        unhealthy = ErrorBody(error="unhealthy", error_type="healthcheck")
-        return Response(unhealthy.to_json(), status_code=503, media_type="application/json")
-
-    @router.get("/metrics")
+    @router.get(
+        "/metrics",
+        summary="Prometheus metrics",
+        operation_id="metrics",
+        response_class=PlainTextResponse,
+        responses=document.refusals(401, 404),
+    )
     async def metrics() -> Response:
         return Response(gateway.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    _add_health(router, gateway)
+    document.add_heads(router)
     return router
+
+
+def _add_generations(router: APIRouter) -> None:
+    """Documented here, answered by `Front` before FastAPI sees them."""
+    shapes = {
+        "/": ("Generate, or stream with `stream`", {JSON: _ARRAY, EVENTS: _EVENTS}, "compat_generate"),
+        "/generate": ("Generate", {JSON: _ANSWER}, "generate"),
+        "/generate_stream": ("Generate a stream of tokens", {EVENTS: _EVENTS}, "generate_stream"),
+    }
+    for path, (summary, answered, name) in shapes.items():
+        described = document.generation(GenerateBody, answered)
+        router.add_api_route(
+            path, answered_in_front, methods=["POST"], summary=summary, operation_id=name, **described
+        )
+
+
+async def answered_in_front() -> Response:
+    raise AssertionError("the front answers what generates")
+
+
+def _add_health(router: APIRouter, gateway: Gateway) -> None:
+    async def health() -> Response:
+        if any(view.state == ShardState.READY for view in gateway.queue.shards()):
+            return Response()
+        unhealthy = answers.ErrorBody(error="unhealthy", error_type="healthcheck")
+        return document.Json(unhealthy.to_json(), status_code=503)
+
+    for path, name in (("/", "root_health"), ("/health", "health"), ("/ping", "ping")):
+        router.add_api_route(
+            path,
+            health,
+            methods=["GET"],
+            summary="Whether a shard is ready",
+            operation_id=name,
+            response_class=Response,
+            responses={200: {"description": "A shard is ready"}, **document.refusals(503)},
+        )

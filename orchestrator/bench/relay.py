@@ -20,7 +20,7 @@ from orchestrator.errors import Unreachable
 
 _WORDS = ("river", "stone", "lamp", "paper", "window", "garden", "engine", "letter", "bridge", "winter")
 _PROMPT_WORDS = 290
-_TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,24 @@ class Memory:
     ratio: float
 
 
-def time_to_first_token(gateway: str, rounds: int) -> dict[str, Any]:
-    """Prompts of about 300 tokens, no two alike, with the fields of TimeToFirstToken."""
+def time_to_first_token(gateway: httpx.Client, shard_url: str, rounds: int) -> dict[str, Any]:
+    """Prompts of about 300 tokens, no two alike, with the fields of TimeToFirstToken.
+
+    `shard_url` is the prefill shard's own address.
+    """
     chance = random.Random(3)
     alone, separated, phases = [], [], []
     tokens = 0
-    with httpx.Client(timeout=_TIMEOUT_S) as client:
-        shard = _prefill_url(client, gateway)
+    with httpx.Client(base_url=shard_url, timeout=TIMEOUT_S, trust_env=False) as shard:
         for number in range(rounds + 1):
             body = _body(chance, _PROMPT_WORDS, 4)
-            first_alone, _ = _first_token(client, shard, body)
-            first_separated, timing = _first_token(client, gateway, body)
+            first_alone, _ = _first_token(shard, body)
+            first_separated, timing = _first_token(gateway, body)
             if number:  # the first round warms up
                 alone.append(first_alone)
                 separated.append(first_separated)
                 phases.append(timing)
-            tokens = len(client.post(f"{shard}/tokenize", json=body).json())
+            tokens = len(shard.post("/tokenize", json=body).json())
     alone_ms, separated_ms = statistics.median(alone) * 1e3, statistics.median(separated) * 1e3
     middle = {name: statistics.median(p.get(name, 0.0) for p in phases) for name in phases[0]}
     return asdict(
@@ -77,18 +79,17 @@ def time_to_first_token(gateway: str, rounds: int) -> dict[str, Any]:
     )
 
 
-def memory(gateway: str, pids: dict[str, int], *, first: int, last: int) -> list[dict[str, Any]]:
+def memory(gateway: httpx.Client, pids: dict[str, int], *, first: int, last: int) -> list[dict[str, Any]]:
     """Memory of each process after `first` and after `last` requests of mixed lengths."""
     chance = random.Random(4)
     seen: dict[str, list[float]] = {name: [] for name in pids}
-    with httpx.Client(timeout=_TIMEOUT_S) as client:
-        for number in range(1, last + 1):
-            body = _body(chance, chance.choice((4, 30, 120, 290)), chance.choice((1, 2, 8, 16)))
-            route = chance.choice(("generate", "generate_stream"))
-            client.post(f"{gateway}/{route}", json=body).raise_for_status()
-            if number in (first, last):
-                for name, pid in pids.items():
-                    seen[name].append(anonymous_mb(pid))
+    for number in range(1, last + 1):
+        body = _body(chance, chance.choice((4, 30, 120, 290)), chance.choice((1, 2, 8, 16)))
+        route = chance.choice(("generate", "generate_stream"))
+        gateway.post(f"/{route}", json=body).raise_for_status()
+        if number in (first, last):
+            for name, pid in pids.items():
+                seen[name].append(anonymous_mb(pid))
     return [
         asdict(Memory(name, round(values[0], 1), round(values[-1], 1), round(values[-1] / values[0], 4)))
         for name, values in seen.items()
@@ -103,13 +104,13 @@ def anonymous_mb(pid: int) -> float:
     raise Unreachable(f"Process {pid} shows no memory.")
 
 
-def _first_token(client: httpx.Client, url: str, body: dict[str, Any]) -> tuple[float, dict[str, float]]:
+def _first_token(client: httpx.Client, body: dict[str, Any]) -> tuple[float, dict[str, float]]:
     """(seconds to the first token, phases in ms as the gateway tells them at the end)."""
     start = time.perf_counter()
     first = 0.0
     timing: dict[str, float] = {}
     headers = {"x-orchestrator-debug": "1"}
-    with client.stream("POST", f"{url}/generate_stream", json=body, headers=headers) as response:
+    with client.stream("POST", "/generate_stream", json=body, headers=headers) as response:
         response.raise_for_status()
         for line in response.iter_lines():
             if line.startswith("data:") and not first:
@@ -126,12 +127,12 @@ def _durations(line: str) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-def _prefill_url(client: httpx.Client, gateway: str) -> str:
-    shards = client.get(f"{gateway}/admin/status").json()["shards"]
-    for shard in shards:
+def prefill_url(admin: httpx.Client) -> str:
+    """Of a prefill shard that is ready; Unreachable where there is none."""
+    for shard in admin.get("/admin/status").raise_for_status().json()["shards"]:
         if shard["role"] == "prefill" and shard["state"] == "ready":
             return str(shard["url"])
-    raise Unreachable(f"No prefill shard is ready behind {gateway}.")
+    raise Unreachable(f"No prefill shard is ready behind {admin.base_url}.")
 
 
 def _body(chance: random.Random, words: int, new_tokens: int) -> dict[str, Any]:

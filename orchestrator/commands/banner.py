@@ -63,17 +63,20 @@ def banner(state: State, *, detached: bool) -> str:
         (
             f"\nReady: {state.url} serves {state.model_name} in {state.dtype}{engine} ({shards}).\n",
             "Ask it something:",
-            f"  {curl_line(state.url)}\n",
+            f"  {curl_line(state.url, tls=bool(state.tls_cert), api_keys=state.api_keys)}\n",
             "Then try:",
             *(f"  {command:<{width}}  {what}" for command, what in tries),
         )
     )
 
 
-def curl_line(url: str) -> str:
+def curl_line(url: str, *, tls: bool = False, api_keys: bool = False) -> str:
     """A streaming chat request; greedy, so that everybody gets the same answer."""
     body = json.dumps(QUESTION)
-    return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    # Its names are those under which clients come; we ask at an address.
+    trust = " -k" if tls else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if api_keys else ""
+    return f"curl -N{trust} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
 
 
 def _program() -> str:

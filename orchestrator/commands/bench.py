@@ -23,6 +23,7 @@ from orchestrator.bench.interference.plot import plot
 from orchestrator.bench.interference.stats import Estimate
 from orchestrator.config import Loaded
 from orchestrator.deployment.progress import for_terminal
+from orchestrator.deployment.reach import Reach, client_key
 from orchestrator.deployment.state import State
 from orchestrator.embedded.weights import pick_dtype, resolve_model
 from orchestrator.errors import ConfigError
@@ -71,12 +72,16 @@ def bench_relay(state: State, *, rounds: int, requests: int, as_json: bool) -> N
 
     from orchestrator.bench import relay
 
-    rows = [relay.time_to_first_token(state.url, rounds)]
+    reach = Reach.of(state)
+    with reach.blocking_admin(relay.TIMEOUT_S) as admin:
+        shard_url = relay.prefill_url(admin)
     memory: list[dict[str, Any]] = []
-    if requests:
-        children = psutil.Process(state.pid).children()
-        pids = {child.name() + f" {child.pid}": child.pid for child in children}
-        memory = relay.memory(state.url, pids, first=max(1, requests // 5), last=requests)
+    with reach.blocking(relay.TIMEOUT_S, client_key(None, os.environ)) as gateway:
+        rows = [relay.time_to_first_token(gateway, shard_url, rounds)]
+        if requests:
+            children = psutil.Process(state.pid).children()
+            pids = {child.name() + f" {child.pid}": child.pid for child in children}
+            memory = relay.memory(gateway, pids, first=max(1, requests // 5), last=requests)
     if as_json:
         typer.echo(json.dumps({"time_to_first_token": rows[0], "memory": memory}))
         return
@@ -102,6 +107,32 @@ def bench_interference(loaded: Loaded, *, long: bool, dtype: str, out: Path | No
     Console().print(_table(results, _title(plan)))
     if out is not None:
         typer.echo(f"Wrote {out / 'interference.json'} and {out / 'interference.png'}")
+
+
+def bench_gateway(*, only: str, measures: str, rounds: int, quick: bool, route: str, as_json: bool) -> None:
+    """CPU time per unit of the gateway and its peers; `only` and `measures` are lists with commas."""
+    from orchestrator.bench.gateway import measure
+    from orchestrator.bench.gateway.report import show
+    from orchestrator.bench.gateway.run import run
+    from orchestrator.bench.gateway.wire import Route
+
+    routes = {str(one): one for one in Route}
+    if route not in routes:
+        raise ConfigError(f"--route must be {', '.join(routes)}, not {route!r}.")
+    plan = replace(measure.QUICK if quick else measure.Plan(), route=routes[route])
+    console = Console(stderr=True)
+    with console.status("Starting") as status:
+        report = run(_names(only), _names(measures), rounds, plan, status.update)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict()))
+    else:
+        show(report, Console())
+    if report.failures:
+        raise typer.Exit(1)
+
+
+def _names(text: str) -> list[str]:
+    return [name for part in text.split(",") if (name := part.strip())]
 
 
 def _address(flag: str, text: str) -> tuple[str, int]:

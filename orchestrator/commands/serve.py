@@ -1,29 +1,27 @@
-"""`serve`: one gateway process, on its own address or on a socket that `up` handed down."""
+"""`serve`: a gateway alone: one process, or a parent that keeps several of them on one port.
+
+Nothing of the gateway is imported until a process serves: the parent stays small.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
+import signal
 import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
 
-import uvicorn
+import typer
 
-from orchestrator.admission import GatewaySettings
-from orchestrator.api.app import create_app
 from orchestrator.config import Loaded
-from orchestrator.deployment.gateway import BACKLOG, bound_socket, listen
-from orchestrator.deployment.key import key_env
+from orchestrator.deployment.environment import child_env
+from orchestrator.deployment.gateway import Sockets, check_gateway
+from orchestrator.deployment.hangup import on_hangup
 from orchestrator.deployment.logging import log_json_to
+from orchestrator.deployment.workers import GatewayWorkers, Place
 from orchestrator.errors import ConfigError
-from orchestrator.queues import GatewayQueue
-from orchestrator.settings import Settings
-from orchestrator.shards.client import Deadlines, ShardClient
-from tgi_patches.contract import Limits
-from tgi_patches.key import key_from
-
-DRAIN_S = 8
-"""For answers under way after SIGTERM; below the limit after which `up` kills the process."""
 
 
 def run_gateway(loaded: Loaded, *, fd: int | None) -> None:
@@ -32,51 +30,41 @@ def run_gateway(loaded: Loaded, *, fd: int | None) -> None:
     if settings.redis.url is None:
         raise ConfigError("A gateway alone needs the Redis of its deployment: name it with --redis.")
     log_json_to(sys.stderr)
-    key = key_from(key_env(loaded, os.environ))
-    listener = socket.socket(fileno=fd) if fd is not None else bound_socket(*_address(settings))
-    listen(listener)
-    asyncio.run(_serve(settings, settings.redis.url, listener, key))
+    check_gateway(settings.gateway, os.environ)
+    with closing(Sockets.bound(settings.gateway, fd)) as sockets:
+        if settings.gateway.workers > 1:
+            sockets.listen()
+            asyncio.run(_parent(loaded, sockets))
+            return
+        from orchestrator.commands.worker import run_worker
+
+        run_worker(loaded, sockets, Place())
 
 
-def _address(settings: Settings) -> tuple[str, int]:
-    return settings.gateway.host, settings.gateway.port
+async def _parent(loaded: Loaded, sockets: Sockets) -> None:
+    """Returns when it was told to stop and all workers are gone."""
+    with tempfile.TemporaryDirectory(prefix="tgi-orchestrator-serve-") as folder:
+        workers = GatewayWorkers(
+            sockets,
+            child_env(loaded, os.environ, {}),
+            Path(folder) / "workers",
+            count=loaded.settings.gateway.workers,
+        )
+        stopped = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        on_hangup(workers.reload, stopped.set)
+        async with workers.running() as watch:
+            asked = asyncio.create_task(stopped.wait())
+            await asyncio.wait((asked, watch), return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            if watch.done():
+                _refused(watch)
 
 
-async def _serve(settings: Settings, redis_url: str, listener: socket.socket, key: bytes) -> None:
-    queue = GatewayQueue(
-        redis_url,
-        settings.deployment,
-        f"gateway-{os.getpid()}",
-        queue_size=settings.limits.queue_size,
-    )
-    deadlines = Deadlines(
-        connect_s=settings.gateway.connect_timeout_s, idle_s=settings.gateway.idle_timeout_s
-    )
-    shards = ShardClient(deadlines, key=key)
-    app = create_app(gateway_settings(settings), queue=queue, shards=shards)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=DRAIN_S,
-        lifespan="on",
-    )
-    await uvicorn.Server(config).serve(sockets=[listener])
-
-
-def gateway_settings(settings: Settings) -> GatewaySettings:
-    """The part of a deployment's settings that its gateways need."""
-    limits = settings.limits
-    return GatewaySettings(
-        limits=Limits(
-            max_input_tokens=limits.max_input_tokens,
-            max_total_tokens=limits.max_total_tokens,
-            max_concurrent_requests=limits.max_concurrent_requests,
-            payload_bytes=limits.payload_bytes,
-        ),
-        request_timeout_s=limits.request_timeout_s,
-        wait_timeout_s=settings.gateway.wait_timeout_s,
-        keep_alive_s=settings.gateway.keep_alive_s,
-        max_open_requests=limits.queue_size + limits.max_concurrent_requests,
-    )
+def _refused(watch: asyncio.Task[None]) -> None:
+    try:
+        watch.result()
+    except ConfigError:
+        # The worker has said why, where we would say it too.
+        raise typer.Exit(ConfigError.exit_code) from None

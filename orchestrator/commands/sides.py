@@ -19,6 +19,7 @@ from orchestrator.config import Loaded
 from orchestrator.deployment.gateway import last_words
 from orchestrator.deployment.logging import json_log
 from orchestrator.deployment.progress import Progress
+from orchestrator.deployment.reach import Reach
 from orchestrator.deployment.start import Order, ordered
 from orchestrator.deployment.state import TEMPORARY, State, StateFolder
 from orchestrator.errors import ConfigError, OrchestratorError
@@ -58,10 +59,11 @@ def temporary_order(loaded: Loaded, progress: Progress) -> Iterator[Order]:
     changed = settings.model_copy(
         update={
             "deployment": name,
-            "gateway": settings.gateway.model_copy(update={"listen": "127.0.0.1:0"}),
+            "gateway": settings.gateway.model_copy(update={"listen": "127.0.0.1:0", "admin_listen": ""}),
         }
     )
-    origins = {**loaded.origins, "deployment": "flag", "gateway.listen": "flag"}
+    ours = ("deployment", "gateway.listen", "gateway.admin_listen")
+    origins = {**loaded.origins, **dict.fromkeys(ours, "flag")}
     try:
         with (
             ordered(Loaded(changed, origins), progress) as order,
@@ -81,7 +83,7 @@ async def both_sides(
     ConfigError when there is no other side; Unreachable when a side does not answer.
     """
     async with AsyncExitStack() as stack:
-        told = await _told_by(url)
+        told = await _told_by(Reach.of(state) if state else Reach.at(url, os.environ))
         shards: list[dict[str, Any]] = told["shards"]
         mixed = _ready_mixed(shards)
         if reference is not None:
@@ -101,8 +103,8 @@ async def both_sides(
         yield Found(url, where, named, str(told["model"]), dtype)
 
 
-async def _told_by(url: str) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=url, timeout=ASK_TIMEOUT_S, trust_env=False) as client:
+async def _told_by(reach: Reach) -> dict[str, Any]:
+    async with reach.admin(ASK_TIMEOUT_S) as client:
         told: dict[str, Any] = await get_json(client, "/admin/status")
     return told
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import typer
 
+from orchestrator.deployment.reach import Reach
 from orchestrator.verify.asking import get_json
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def show_status(url: str, *, as_json: bool) -> None:
 
 
 async def _asked(url: str) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+    async with Reach.at(url, os.environ).admin(TIMEOUT_S) as client:
         told: dict[str, Any] = await get_json(client, "/admin/status")
     return told
 

@@ -14,6 +14,7 @@ from orchestrator.commands.banner import banner, facts
 from orchestrator.commands.common import INTERRUPTED
 from orchestrator.commands.detached import start_in_background
 from orchestrator.config import Loaded
+from orchestrator.deployment.hangup import on_hangup
 from orchestrator.deployment.logging import Echo, json_log
 from orchestrator.deployment.progress import Progress, Reports, for_terminal
 from orchestrator.deployment.start import Order, deployed, ordered
@@ -67,15 +68,19 @@ def _run(loaded: Loaded, progress: Progress, announce: Announce) -> None:
 async def _until_stopped(order: Order, progress: Progress, announce: Announce, echo: Echo) -> int:
     """Serve until SIGINT or SIGTERM.  The first one stops everything in order, later ones change nothing.
 
+    SIGHUP makes the gateway read keys and certificates again.
+
     Warnings are for the terminal only in between: errors of a start have a sentence of their own.
     """
     ready, asked = asyncio.Event(), asyncio.Event()
+    reloads: list[Callable[[], None]] = []
 
     async def serve() -> None:
         async with deployed(order, progress) as running:
             announce(running.state)
             ready.set()
             echo.on = True
+            reloads.append(running.reload)
             await running.broken()
 
     def stop() -> None:
@@ -85,7 +90,12 @@ async def _until_stopped(order: Order, progress: Progress, announce: Announce, e
             progress.step("Stopping")
             serving.cancel()
 
+    def reload() -> None:
+        for each in reloads:
+            each()
+
     serving = asyncio.create_task(serve(), name="deployment")
+    on_hangup(reload, stop)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     try:

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from orchestrator.commands.common import INTERRUPTED, folder_of
 from orchestrator.commands.sides import Found, both_sides, temporary_order
-from orchestrator.config import Loaded
+from orchestrator.config import API_KEYS_VARIABLE, Loaded
 from orchestrator.deployment.logging import json_log
 from orchestrator.deployment.progress import Progress, for_terminal
+from orchestrator.deployment.reach import Reach, client_key
 from orchestrator.deployment.start import Order, deployed
 from orchestrator.deployment.state import State
 from orchestrator.errors import ConfigError, OrchestratorError
@@ -28,8 +29,7 @@ from orchestrator.verify.counters import import_counts, problems_in
 from orchestrator.verify.report import Report, Table
 from orchestrator.verify.run import Sides, Verdict, all_at_once, imports_seen, one_by_one
 
-ANSWER_TIMEOUT_S = 300.0
-CONNECT_TIMEOUT_S = 5.0
+ASKING = httpx.Timeout(300.0, connect=5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ def run_verify(loaded: Loaded, wanted: Wanted, *, as_json: bool) -> None:
             order = None
             if wanted.url is None and state is None:
                 order = stack.enter_context(temporary_order(loaded, progress))
-            report = asyncio.run(_verified(order, state, wanted, progress, table))
+            key = client_key(loaded.settings.gateway.keys_file, os.environ)
+            report = asyncio.run(_verified(order, state, wanted, key, progress, table))
     except BaseExceptionGroup as group:
         # Of many requests at once the first of our own errors is the one to tell.
         ours = group.subgroup(OrchestratorError)
@@ -93,7 +94,12 @@ def _first(group: BaseExceptionGroup[OrchestratorError]) -> OrchestratorError:
 
 
 async def _verified(
-    order: Order | None, state: State | None, wanted: Wanted, progress: Progress, table: Table
+    order: Order | None,
+    state: State | None,
+    wanted: Wanted,
+    api_key: str,
+    progress: Progress,
+    table: Table,
 ) -> Report:
     _cancel_on_sigterm()
     async with AsyncExitStack() as stack:
@@ -110,10 +116,13 @@ async def _verified(
                 f"--concurrency compares answers from mixed batches, which {found.dtype} does not promise: "
                 "use --dtype float32."
             )
-        left = await stack.enter_async_context(_client(found.separated_url))
-        right = await stack.enter_async_context(_client(found.reference_url))
+        reach = Reach.of(state) if state else Reach.at(url, os.environ)
+        left = await stack.enter_async_context(reach.client(ASKING, api_key))
+        await _check_key(left)
+        right = await stack.enter_async_context(_reference(found.reference_url))
+        admin = await stack.enter_async_context(reach.admin(ASKING))
         progress.close()
-        return await _asked(found, Sides(left, right, tolerance), wanted.concurrency, table)
+        return await _asked(found, Sides(left, right, tolerance), admin, wanted.concurrency, table)
 
 
 def _cancel_on_sigterm() -> None:
@@ -123,13 +132,25 @@ def _cancel_on_sigterm() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-def _client(url: str) -> httpx.AsyncClient:
-    timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False)
+async def _check_key(gateway: httpx.AsyncClient) -> None:
+    """ConfigError before the first case where the gateway asks for a key and ours is none."""
+    try:
+        answer = await gateway.post("/tokenize", json={"inputs": "x"})
+    except httpx.TransportError:
+        return  # the first case says how it does not answer
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise ConfigError(
+            f"{gateway.base_url} asks for an API key: name one in {API_KEYS_VARIABLE} (verify=KEY), "
+            "or the deployment's gateway.keys_file."
+        )
 
 
-async def _asked(found: Found, sides: Sides, at_once: int, table: Table) -> Report:
-    before = await import_counts(sides.separated)
+def _reference(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=ASKING, trust_env=False)
+
+
+async def _asked(found: Found, sides: Sides, admin: httpx.AsyncClient, at_once: int, table: Table) -> Report:
+    before = await import_counts(admin)
     table.heading(f"{found.separated_url} against {found.reference}, one request at a time")
     verdicts, asked = await one_by_one(built_in(), sides, table.row)
     together: list[Verdict] = []
@@ -137,7 +158,7 @@ async def _asked(found: Found, sides: Sides, at_once: int, table: Table) -> Repo
         table.heading(f"{at_once} greedy requests at once, against their answers one by one")
         together = await all_at_once(asked, at_once, sides, table.row)
     _, hits = imports_seen([*verdicts, *together])
-    after = await import_counts(sides.separated)
+    after = await import_counts(admin)
     counted = None if before is None or after is None else after - before
     report = Report(
         separated_url=found.separated_url,

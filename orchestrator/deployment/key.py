@@ -8,13 +8,16 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.config import KEY_VARIABLES, Loaded
+from orchestrator.access.exposure import host_of, is_loopback
+from orchestrator.config import API_KEYS_VARIABLE, KEY_VARIABLES, Loaded
 from orchestrator.deployment.state import StateFolder
 from orchestrator.errors import ConfigError
+from orchestrator.settings import GatewaySection
 from tgi_patches.contract import KEY_FILE_VARIABLE
 from tgi_patches.key import key_from, read_key
 
 KEY_FILE = "key"
+ADMIN_TOKEN_FILE = "admin-token"
 KEY_BYTES = 32
 
 
@@ -50,6 +53,26 @@ def minted(folder: StateFolder) -> dict[str, str]:
             raise ConfigError(f"The key file {path} cannot be written: {error.strerror}.") from None
     read_key(path, "made by `up`")
     return {KEY_FILE_VARIABLE: str(path)}
+
+
+def minted_admin_token(gateway: GatewaySection, folder: StateFolder, env: Mapping[str, str]) -> Path | None:
+    """The file of the token that `/admin` asks for; None where this machine is let in without one.
+
+    A gateway with API keys that other machines reach gets a token of its own: `status` then needs no
+    client's key, and no client's key opens the administration.
+    """
+    if gateway.admin_token_file is not None:
+        return gateway.admin_token_file
+    keys = gateway.keys_file is not None or bool(env.get(API_KEYS_VARIABLE))
+    if not keys or is_loopback(host_of(gateway.admin_listen or gateway.listen)):
+        return None
+    path = folder.path / ADMIN_TOKEN_FILE
+    if not path.exists():
+        try:
+            _write(path)
+        except OSError as error:
+            raise ConfigError(f"The admin token file {path} cannot be written: {error.strerror}.") from None
+    return path
 
 
 def _write(path: Path) -> None:

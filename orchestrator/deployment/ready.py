@@ -11,6 +11,7 @@ import httpx
 from orchestrator.conductor import Conductor
 from orchestrator.core.shard import ShardState
 from orchestrator.deployment.progress import Progress
+from orchestrator.deployment.reach import Reach
 from orchestrator.deployment.state import State
 from orchestrator.errors import OrchestratorError
 from orchestrator.shards.supervisor import CRASH_LOOP
@@ -71,7 +72,7 @@ async def _shards(
 async def _gateway(parts: Sequence[asyncio.Task[None]], state: State, late: set[str]) -> None:
     """Its own table must show every shard but the late ones: the first request is then served by a pair."""
     expected = {spec.shard for spec in state.specs} - late
-    async with httpx.AsyncClient(base_url=state.url, timeout=ASK_TIMEOUT_S, trust_env=False) as client:
+    async with Reach.of(state).admin(ASK_TIMEOUT_S) as client:
         while expected - await _seen_ready(client):
             await _pause(parts)
 

@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +18,18 @@ from pathlib import Path
 import httpx
 
 from orchestrator.conductor import Conductor
-from orchestrator.config import Loaded, hidden
+from orchestrator.config import API_KEYS_VARIABLE, Loaded, hidden
 from orchestrator.deployment.arena import free_bytes, remove_arenas
 from orchestrator.deployment.environment import child_env
-from orchestrator.deployment.gateway import GatewayProcess, bound_socket, url_of
-from orchestrator.deployment.key import key_env, minted
+from orchestrator.deployment.gateway import Sockets, check_gateway, url_of
+from orchestrator.deployment.key import key_env, minted, minted_admin_token
+from orchestrator.deployment.logging import json_log
 from orchestrator.deployment.plan import Plan, WantedShard, check_room, make_plan, shard_plan
 from orchestrator.deployment.progress import Progress
 from orchestrator.deployment.ready import until_ready
 from orchestrator.deployment.redis import kept_redis, remove_left_over
 from orchestrator.deployment.state import TEMPORARY, State, StateFolder, started_ticks
+from orchestrator.deployment.workers import GatewayWorkers
 from orchestrator.embedded.folder import checked_config
 from orchestrator.embedded.weights import pick_dtype, resolve_model
 from orchestrator.errors import ConfigError, OrchestratorError
@@ -49,9 +50,11 @@ class Order:
     loaded: Loaded
     plan: Plan
     folder: StateFolder
-    listener: socket.socket
+    sockets: Sockets
     key_env: Mapping[str, str] = field(default_factory=dict)
     """Where every process of the deployment finds its key."""
+    admin_token_file: Path | None = None
+    """The token that the gateway asks for at `/admin` and `/metrics`, where it does."""
 
     @property
     def deployment(self) -> str:
@@ -69,6 +72,8 @@ class Running:
 
     state: State
     parts: tuple[asyncio.Task[None], ...]
+    reload: Callable[[], None]
+    """Every gateway worker reads keys and certificates again."""
 
     async def broken(self) -> None:
         """Raises when a part has ended that must not end."""
@@ -92,11 +97,14 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
         _clean_up_beside(folder)
         folder.clear_logs()
         key = key_env(loaded, os.environ) or minted(folder)
-        with contextlib.closing(bound_socket(settings.gateway.host, settings.gateway.port)) as listener:
+        token = minted_admin_token(settings.gateway, folder, os.environ)
+        with json_log(Path(os.devnull)):  # the workers will say the same in their log
+            check_gateway(settings.gateway, os.environ)
+        with contextlib.closing(Sockets.bound(settings.gateway)) as sockets:
             progress.step("Looking for the model")
             plan = planned(loaded, progress)
             progress.done(f"Model {plan.model.name} in {plan.dtype}")
-            yield Order(loaded, plan, folder, listener, key)
+            yield Order(loaded, plan, folder, sockets, key, token)
 
 
 def clean_up(folder: StateFolder) -> bool:
@@ -158,18 +166,24 @@ async def deployed(order: Order, progress: Progress) -> AsyncIterator[Running]:
         count = len(order.plan.launched)
         progress.step(f"Starting {count} {'shard' if count == 1 else 'shards'} and the gateway")
         conductor, conducting = await stack.enter_async_context(_conducting(order, redis_url))
-        gateway = await stack.enter_async_context(_gateway(order, redis_url).running())
-        parts = (conducting, gateway)
+        workers = _gateway(order, redis_url)
+        parts = (conducting, await stack.enter_async_context(workers.running()))
         await until_ready(conductor, parts, state, progress)
-        yield Running(state, parts)
+        yield Running(state, parts, workers.reload)
 
 
 def _state_of(order: Order, redis_url: str) -> State:
+    gateway, sockets = order.loaded.settings.gateway, order.sockets
+    tls = gateway.tls_cert is not None
     return State(
         deployment=order.deployment,
         pid=os.getpid(),
         pid_started=started_ticks(os.getpid()) or 0,
-        url=url_of(order.listener),
+        url=url_of(sockets.clients, tls=tls),
+        admin_url=url_of(sockets.admin, tls=tls) if sockets.admin else "",
+        admin_token_file=str(order.admin_token_file or ""),
+        tls_cert=str(gateway.tls_cert or ""),
+        api_keys=gateway.keys_file is not None or bool(os.environ.get(API_KEYS_VARIABLE)),
         redis_url=redis_url,
         model_name=order.plan.model.name,
         dtype=order.plan.dtype,
@@ -200,11 +214,18 @@ async def _conducting(order: Order, redis_url: str) -> AsyncIterator[tuple[Condu
             await asyncio.gather(task, return_exceptions=True)
 
 
-def _gateway(order: Order, redis_url: str) -> GatewayProcess:
+def _gateway(order: Order, redis_url: str) -> GatewayWorkers:
     changes = {
         "redis.url": redis_url,
         "limits.max_input_tokens": order.plan.max_input_tokens,
         "limits.max_total_tokens": order.plan.max_total_tokens,
+        "gateway.admin_token_file": order.admin_token_file,
     }
     env = child_env(order.loaded, {**os.environ, **order.key_env}, changes)
-    return GatewayProcess(order.listener, env, order.folder.log_of("gateway"))
+    return GatewayWorkers(
+        order.sockets,
+        env,
+        order.folder.path / "gateway",
+        count=order.loaded.settings.gateway.workers,
+        log_file=order.folder.log_of("gateway"),
+    )

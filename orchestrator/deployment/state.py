@@ -45,6 +45,14 @@ class State:
     """Log file by shard name, and of `conductor` and `gateway`."""
     urls: Mapping[str, str] = field(default_factory=dict)
     """By name, of the shards that somebody else keeps."""
+    admin_url: str = ""
+    """Of `/admin` and `/metrics`, where that is not `url`."""
+    admin_token_file: str = ""
+    """The token that they ask for; its file is ours to read as it was the gateway's."""
+    tls_cert: str = ""
+    """The certificate that the gateway shows; empty without TLS."""
+    api_keys: bool = False
+    """Clients need a key."""
     version: int = STATE_VERSION
 
     @property

@@ -248,14 +248,14 @@ class ShardClient:
         answer = await self.get(leg, "/kv/status")
         return _read(leg.shard, StatusReply.from_dict, answer)
 
-    async def wait(self, leg: Leg, handle: str, timeout_s: float) -> WaitReply:
+    async def wait(self, leg: Leg, handle: str, timeout_s: float, *, request_id: str = "") -> WaitReply:
         """What the put leg left behind, as soon as it is there; `found` is false after `timeout_s`."""
         path = f"/kv/wait/{handle}?timeout_s={timeout_s:g}"
         deadline_s = timeout_s + self.deadlines.control_s
-        answer = await self._whole("GET", leg, leg.control_url, path, b"", deadline_s, "")
+        answer = await self._whole("GET", leg, leg.control_url, path, b"", deadline_s, request_id)
         return _read(leg.shard, _wait_reply, answer)
 
-    async def pull(self, leg: Leg, request: PullRequest) -> PullReply:
+    async def pull(self, leg: Leg, request: PullRequest, *, request_id: str = "") -> PullReply:
         """Ask a decode shard's sidecar to fetch a record; the request is signed here.
 
         `found` is false for what it could not fetch within `request.timeout_s`.
@@ -263,7 +263,7 @@ class ShardClient:
         signed = dataclasses.replace(request, signature=sign(self._key, *request.signed()))
         body = orjson.dumps(signed.to_dict())
         deadline_s = request.timeout_s + self.deadlines.pull_grace_s
-        answer = await self._whole("POST", leg, leg.control_url, "/kv/pull", body, deadline_s, "")
+        answer = await self._whole("POST", leg, leg.control_url, "/kv/pull", body, deadline_s, request_id)
         return _read(leg.shard, _pull_reply, answer)
 
     async def _whole(

@@ -139,6 +139,7 @@ class Hosts:
             "ORCHESTRATOR_ARENA__DIR": str(self.b.arena),
             "ORCHESTRATOR_KEY_FILE": str(self.key_file),
             "ORCHESTRATOR_GATEWAY__LISTEN": f"0.0.0.0:{GATEWAY_PORT}",
+            "ORCHESTRATOR_GATEWAY__ALLOW_ANONYMOUS": "true",
             "ORCHESTRATOR_SHARDS__PREFILL__URLS": json.dumps([f"http://{self.a.address}:{SHARD_PORT}"]),
             "ORCHESTRATOR_SHARDS__DECODE__CPUS": "[[1]]",
             **changes,

@@ -139,7 +139,7 @@ async def test_completions_answer_every_prompt_whole_and_streamed(prefill: httpx
     ("changes", "sentence"),
     [
         ({"suffix": "x"}, "suffix"),
-        ({"prompt": []}, "1 to 4 prompts"),
+        ({"prompt": []}, "Empty array detected"),
         ({"prompt": ["a"] * 5}, "1 to 4 prompts. Given: 5"),
         ({"prompt": 5}, "prompt"),
     ],
@@ -197,7 +197,10 @@ async def test_wait_for_what_never_comes_says_missing(prefill: httpx.AsyncClient
         (b'{"inputs": "a", "parameters": {"stop": ["1","2","3","4","5"]}}', "`stop` supports up to 4"),
         (b'{"inputs": "a", "parameters": {"adapter_id": "x|kv1:put:1"}}', "32 hexadecimal digits"),
         (b'{"inputs": "a", "parameters": {"adapter_id": "x|kv9:put:1"}}', "protocol 9"),
-        (b'{"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": "a"}}}', "grammars"),
+        (
+            b'{"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": "["}}}',
+            "grammar is not valid",
+        ),
         (b'{"inputs": "a", "parameters": {"watermark": true}}', "watermark"),
     ],
 )

@@ -79,7 +79,7 @@ def test_an_order_names_shards_limits_and_logs(model: Path, arena: Path) -> None
 def test_lock_and_port_are_given_back(model: Path, arena: Path) -> None:
     first = order(loaded(model, arena))
     second = order(loaded(model, arena))
-    assert first.listener.fileno() == second.listener.fileno() == -1
+    assert first.sockets.clients.fileno() == second.sockets.clients.fileno() == -1
 
 
 def test_rings_larger_than_the_tmpfs_are_refused(model: Path, arena: Path) -> None:

@@ -25,9 +25,10 @@ def view(shard: str, role: Role, slots: int = 1) -> ShardView:
 PAIR = (view("p0", Role.PREFILL), view("d0", Role.DECODE))
 
 
-def ticket(handle: str, deadline_s: float = 60.0, prompt: int = 100) -> Ticket:
+def ticket(handle: str, deadline_s: float = 60.0, prompt: int = 100, priority: int = 0) -> Ticket:
     now_s = time.time()
-    return Ticket(handle, "fake.1", prompt, 60, created_s=now_s, deadline_s=now_s + deadline_s)
+    times = {"created_s": now_s, "deadline_s": now_s + deadline_s}
+    return Ticket(handle, "fake.1", prompt, 60, priority=priority, **times)
 
 
 def reserved(queue: FakeQueue) -> int:
@@ -64,6 +65,18 @@ async def test_requests_are_served_in_order_as_room_comes_back() -> None:
     await queue.complete(Completion("b", Outcome.DONE))
     assert (await waiting[1]).handle == "c"
     assert [one.handle for one in queue.granted] == ["a", "b", "c"]
+
+
+async def test_a_higher_class_goes_first_and_a_place_within_a_class_is_kept() -> None:
+    queue = FakeQueue(PAIR)
+    await queue.submit(ticket("a"))
+    arrivals = [("low", -1), ("b", 0), ("high", 1), ("c", 0), ("higher", 1)]
+    waiting = [asyncio.create_task(queue.submit(ticket(name, priority=one))) for name, one in arrivals]
+    await asyncio.sleep(0)
+    for name in ("a", "high", "higher", "b", "c"):
+        await queue.complete(Completion(name, Outcome.DONE))
+    await asyncio.gather(*waiting)
+    assert [one.handle for one in queue.granted] == ["a", "high", "higher", "b", "c", "low"]
 
 
 async def test_a_cancelled_ticket_lets_the_next_one_pass_and_its_waiter_know() -> None:

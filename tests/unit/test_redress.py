@@ -324,3 +324,127 @@ def test_counts_of_whole_answers() -> None:
 )
 def test_when_the_first_token_was_the_last(reason: str | None, limit: int, ended: bool) -> None:
     assert redress.ended_at_first(reason, limit) is ended
+
+
+# --- completions --------------------------------------------------------------------------------
+
+
+def piece(text: str = "Hi", reason: str = "", **fields: Any) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    return {"object": "text_completion", "id": "", "model": "served", "choices": [choice]} | fields
+
+
+COUNTED = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+
+
+def test_legs_of_a_completion_carry_their_tags_in_model() -> None:
+    raw = {"prompt": "x", "model": "mine", "max_tokens": 9, "echo": True}
+    assert put(Dialect.COMPLETION, raw, seed=4) == raw | {
+        "model": f"mine|kv1:put:{HANDLE}",
+        "max_tokens": 1,
+        "seed": 4,
+    }
+    assert get(Dialect.COMPLETION, raw, seed=4) == raw | {"model": "mine" + TAG, "seed": 4}
+    assert get(Dialect.COMPLETION, raw, cap=8)["max_tokens"] == 8
+
+
+@pytest.mark.parametrize("raw", [{}, {"model": "tgi"}, {"model": None}])
+def test_completion_without_an_adapter(raw: dict[str, Any]) -> None:
+    assert redress.put_tag(Dialect.COMPLETION, raw, HANDLE) == PutTag(HANDLE, "")
+
+
+def test_first_piece_loses_its_count_and_its_reason() -> None:
+    seen = first(Dialect.COMPLETION, piece(reason="length", usage=COUNTED))
+    assert seen == redress.FirstToken(piece(), None, "Hi", False)
+
+
+@pytest.mark.parametrize("reason", ["eos_token", "stop_sequence"])
+def test_completion_that_ended_keeps_both(reason: str) -> None:
+    event = piece(reason=reason, usage=COUNTED)
+    assert first(Dialect.COMPLETION, event) == redress.FirstToken(event, None, "Hi", True)
+
+
+@pytest.mark.parametrize("dialect", [Dialect.CHAT, Dialect.COMPLETION])
+@pytest.mark.parametrize(("told", "named"), [(TAG, "mine"), ("served", "served")])
+def test_only_our_tag_is_replaced_by_the_clients_name(dialect: Dialect, told: str, named: str) -> None:
+    event = (chat_event if dialect is Dialect.CHAT else piece)(reason="stop", model=told)
+    assert first(dialect, event).event["model"] == named
+    assert redress.only_the_end(dialect, event, "mine")["model"] == named
+    assert redress.ended_answer(dialect, event, wants_details=False, model="mine")["model"] == named
+    data = orjson.dumps(event)
+    assert orjson.loads(redress.relayed_answer(dialect, data, TAG, "mine"))["model"] == named
+
+
+def test_pieces_are_the_same_token_when_they_say_the_same() -> None:
+    sent = first(Dialect.COMPLETION, piece(""))
+    assert redress.same_token(Dialect.COMPLETION, piece(""), sent)
+    assert not redress.same_token(Dialect.COMPLETION, piece("Ho"), sent)
+
+
+def test_end_of_a_completion_without_its_text_still_counts() -> None:
+    event = piece(reason="eos_token", usage=COUNTED)
+    ending = piece("", reason="eos_token", usage=COUNTED)
+    assert redress.only_the_end(Dialect.COMPLETION, event, "mine") == ending
+
+
+@pytest.mark.parametrize(
+    ("event", "token"), [(piece(""), True), ({"choices": []}, False), ({"error": {"message": "x"}}, False)]
+)
+def test_which_events_of_a_completion_are_tokens(event: dict[str, Any], token: bool) -> None:
+    assert redress.is_token(Dialect.COMPLETION, event) is token
+
+
+def test_reason_of_a_completion_is_none_while_it_is_empty() -> None:
+    assert redress.finish_reason(Dialect.COMPLETION, piece()) is None
+    assert redress.finish_reason(Dialect.COMPLETION, piece(reason="length")) == "length"
+    assert redress.generated_tokens(Dialect.COMPLETION, piece(usage=COUNTED)) == 1
+
+
+# --- what a relay asks for every event ----------------------------------------------------------
+
+
+SERDE = {
+    Dialect.TGI: b'{"index":1,"token":{"id":7,"text":"%s","logprob":-0.1,"special":false},'
+    b'"generated_text":null,"details":null}',
+    Dialect.CHAT: b'{"object":"chat.completion.chunk","id":"","created":1,"model":"m",'
+    b'"system_fingerprint":"f","choices":[{"index":0,"delta":{"role":"assistant","content":"%s"},'
+    b'"logprobs":null,"finish_reason":null}],"usage":null}',
+    Dialect.COMPLETION: b'{"object":"text_completion","id":"","created":1,"choices":[{"index":0,"text":"%s",'
+    b'"logprobs":null,"finish_reason":""}],"model":"m","system_fingerprint":"f"}',
+}
+"""Token events as the router of TGI v3.3.7 writes them: the order of its structs' fields."""
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_pattern_stands_in_tgis_token_events_and_in_no_text(dialect: Dialect) -> None:
+    pattern = redress.going_on(dialect)
+    assert pattern in SERDE[dialect] % b"a"
+    assert redress.ends(dialect, SERDE[dialect] % b"a") == 0
+    said = orjson.dumps(pattern.decode())[1:-1]
+    last = SERDE[dialect].replace(pattern, pattern.rpartition(b":")[0] + b':"length"') % said
+    assert pattern not in last
+    assert redress.ends(dialect, last) == 1
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_what_ends_nothing(dialect: Dialect) -> None:
+    assert redress.ends(dialect, b"[DONE]") == 0
+    assert redress.ends(dialect, b'{"choices":[],"usage":{"prompt_tokens":1}}') == 0
+    assert redress.ends(dialect, b'{"error":"x","error_type":"generation"}') == 0
+
+
+@pytest.mark.parametrize("data", [b"{oops", b"[]", b"3", b""])
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_what_is_no_event_cannot_be_read(dialect: Dialect, data: bytes) -> None:
+    with pytest.raises(ValueError):
+        redress.ends(dialect, data)
+
+
+def test_error_inside_a_stream_has_the_shape_of_its_route() -> None:
+    told = ("out of memory", 424, "generation")
+    assert redress.error_event(Dialect.TGI, *told) == {"error": "out of memory", "error_type": "generation"}
+    for dialect in (Dialect.CHAT, Dialect.COMPLETION):
+        assert redress.error_event(dialect, *told) == {
+            "error": {"message": "out of memory", "http_status_code": 424},
+            "error_type": "generation",
+        }

@@ -7,12 +7,13 @@ from typing import Any
 import orjson
 import pytest
 
-from orchestrator.api import schemas
+from orchestrator.api import answers, jobs
+from orchestrator.api.incoming import Caller
 from orchestrator.api.schemas import ChatRequest, GenerateBody, parse_body, parse_json
 from orchestrator.core.validation import GenerateParameters
 from orchestrator.errors import InvalidRequest
 
-TOKEN = schemas.Token(id=1, text="é", logprob=-0.5, special=False)
+TOKEN = answers.Token(id=1, text="é", logprob=-0.5, special=False)
 
 
 def generate(**parameters: Any) -> GenerateParameters:
@@ -90,7 +91,7 @@ def test_deep_nesting_is_refused_not_crashed_on() -> None:
 
 def test_stream_event_has_tgis_nulls() -> None:
     assert (
-        schemas.StreamEvent(index=1, token=TOKEN).to_json()
+        answers.StreamEvent(index=1, token=TOKEN).to_json()
         == (
             '{"index":1,"token":{"id":1,"text":"é","logprob":-0.5,"special":false},'
             '"generated_text":null,"details":null}'
@@ -99,20 +100,20 @@ def test_stream_event_has_tgis_nulls() -> None:
 
 
 def test_top_tokens_are_written_only_when_there_are_some() -> None:
-    event = orjson.loads(schemas.StreamEvent(index=1, token=TOKEN, top_tokens=[TOKEN]).to_json())
+    event = orjson.loads(answers.StreamEvent(index=1, token=TOKEN, top_tokens=[TOKEN]).to_json())
     assert event["top_tokens"][0]["id"] == 1
 
 
 def test_generate_response_leaves_details_out() -> None:
-    assert schemas.GenerateResponse(generated_text="").to_json() == b'{"generated_text":""}'
-    details = schemas.Details(finish_reason="length", generated_tokens=1, tokens=[TOKEN])
-    written = orjson.loads(schemas.GenerateResponse(generated_text="é", details=details).to_json())
+    assert answers.GenerateResponse(generated_text="").to_json() == b'{"generated_text":""}'
+    details = answers.Details(finish_reason="length", generated_tokens=1, tokens=[TOKEN])
+    written = orjson.loads(answers.GenerateResponse(generated_text="é", details=details).to_json())
     assert list(written["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
 
 
 def test_chat_chunk_has_the_keys_that_clients_look_for() -> None:
-    choice = schemas.ChatChunkChoice(delta=schemas.ChatMessage(content="a"))
-    chunk = schemas.ChatChunk(created=1, model="m", system_fingerprint="f", choices=[choice])
+    choice = answers.ChatChunkChoice(delta=answers.ChatMessage(content="a"))
+    chunk = answers.ChatChunk(created=1, model="m", system_fingerprint="f", choices=[choice])
     assert orjson.loads(chunk.to_json()) == {
         "object": "chat.completion.chunk",
         "id": "",
@@ -132,7 +133,7 @@ def test_chat_chunk_has_the_keys_that_clients_look_for() -> None:
 
 
 def test_chat_logprobs_pad_missing_top_lists() -> None:
-    written = schemas.ChatLogprobs.of([TOKEN, TOKEN], [[TOKEN]])
+    written = answers.ChatLogprobs.of([TOKEN, TOKEN], [[TOKEN]])
     assert [len(entry.top_logprobs) for entry in written.content] == [1, 0]
 
 
@@ -140,7 +141,7 @@ def test_chat_logprobs_pad_missing_top_lists() -> None:
     ("reason", "name"), [("eos_token", "stop"), ("length", "length"), ("stop_sequence", "stop_sequence")]
 )
 def test_finish_reasons_of_the_chat_route(reason: Any, name: str) -> None:
-    assert schemas.openai_reason(reason) == name
+    assert answers.openai_reason(reason) == name
 
 
 def test_json_that_is_nested_too_deeply_to_be_written_again_is_refused() -> None:
@@ -148,3 +149,100 @@ def test_json_that_is_nested_too_deeply_to_be_written_again_is_refused() -> None
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         parse_json(deep)
     assert parse_json(b'{"inputs":"a","x":' + b"[" * 100 + b"]" * 100 + b"}")["inputs"] == "a"
+
+
+def test_many_brackets_that_are_not_deep_are_read() -> None:
+    body = b'{"inputs":"a","x":[' + b",".join([b"[]"] * 1000) + b"]}"
+    assert len(parse_json(body)["x"]) == 1000
+
+
+@pytest.mark.parametrize("levels", [254, 255])
+def test_nesting_is_refused_exactly_where_it_cannot_be_written(levels: int) -> None:
+    inner = b"[" * (levels - 1) + b"]" * (levels - 1)
+    if levels == 255:
+        with pytest.raises(InvalidRequest, match="nested too deeply"):
+            parse_json(b'{"x":' + inner + b"}")
+    else:
+        assert orjson.dumps(parse_json(b'{"x":' + inner + b"}"))
+
+
+def test_full_text_is_the_default_of_the_root_alone() -> None:
+    caller = Caller("r")
+    for body, asked in (
+        (b'{"inputs":"x"}', {"do_sample": True, "return_full_text": True}),
+        (b'{"inputs":"x","parameters":{}}', {"return_full_text": True}),
+        (b'{"inputs":"x","parameters":{"return_full_text":null}}', {"return_full_text": True}),
+        (b'{"inputs":"x","parameters":{"return_full_text":false}}', {"return_full_text": False}),
+    ):
+        job = jobs.compatible(body, caller)
+        assert job.raw["parameters"] == asked
+        assert job.parameters.return_full_text is asked["return_full_text"]
+        assert job.parameters.do_sample is asked.get("do_sample", False)
+        assert jobs.generate(body, caller).raw == orjson.loads(body)
+
+
+def test_completion_of_several_prompts_is_sized_by_its_longest() -> None:
+    job = jobs.completions(b'{"prompt":["a","a much longer one","b"],"stream":true}', Caller("r"))
+    assert (job.inputs, job.choices, job.splittable) == ("a much longer one", 3, False)
+    assert job.route == "completions_stream"
+    assert jobs.completions(b'{"prompt":["a",""]}', Caller("r")).inputs == ""
+    assert jobs.completions(b'{"prompt":"a"}', Caller("r")).splittable is True
+
+
+def test_only_temperature_zero_makes_a_completion_greedy() -> None:
+    greedy = jobs.completions(b'{"prompt":"a","temperature":0}', Caller("r")).parameters
+    assert (greedy.do_sample, greedy.temperature) == (False, None)
+    assert jobs.completions(b'{"prompt":"a"}', Caller("r")).parameters.do_sample is True
+
+
+def test_two_names_of_one_field_are_refused_as_serde_does() -> None:
+    body = orjson.dumps({"messages": [], "max_tokens": 1, "max_completion_tokens": 1})
+    with pytest.raises(InvalidRequest, match="duplicate field `max_tokens`"):
+        jobs.chat(body, Caller("r"))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good"),
+    [
+        ({"type": "regex", "value": "a+"}, True),
+        ({"type": "regex", "value": {}}, False),
+        ({"type": "json", "value": {}}, True),
+        ({"type": "json_object", "value": "{}"}, True),
+        ({"type": "json_schema", "value": {"schema": {}}}, True),
+        ({"type": "json_schema", "value": {}}, False),
+        ({"type": "json"}, False),
+    ],
+)
+def test_value_of_a_grammar_is_of_its_type(grammar: dict[str, Any], good: bool) -> None:
+    if good:
+        assert generate(grammar=grammar).grammar is not None
+    else:
+        with pytest.raises(InvalidRequest):
+            generate(grammar=grammar)
+
+
+@pytest.mark.parametrize(
+    ("choice", "good"),
+    [
+        ("auto", True),
+        ("my_function", True),
+        (None, True),
+        ({"type": "function", "function": {"name": "f"}}, True),
+        ({"type": "function"}, False),
+        ({"type": "other", "function": {"name": "f"}}, False),
+        (5, False),
+    ],
+)
+def test_choices_of_a_tool(choice: Any, good: bool) -> None:
+    body = orjson.dumps({"messages": [], "tool_choice": choice})
+    if good:
+        assert parse_body(ChatRequest, body)[0].tool_choice == choice
+    else:
+        with pytest.raises(InvalidRequest):
+            parse_body(ChatRequest, body)
+
+
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "image_url"}, {"type": "audio", "text": "x"}])
+def test_part_of_a_message_without_what_its_type_says_is_refused(part: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_body(ChatRequest, orjson.dumps({"messages": [{"role": "user", "content": [part]}]}))

@@ -10,6 +10,7 @@ from orchestrator.core.validation import (
     GenerateParameters,
     GenerateRequest,
     chat_parameters,
+    check_batch,
     check_lengths,
     surely_fits,
     validate_parameters,
@@ -212,3 +213,11 @@ def test_only_temperature_zero_makes_a_chat_greedy(temperature: float | None, sa
 def test_model_named_tgi_is_no_adapter() -> None:
     assert chat_parameters(model="tgi").adapter_id is None
     assert chat_parameters().adapter_id is None
+
+
+def test_more_prompts_than_one_body_may_carry() -> None:
+    limits = Limits(100, 120, max_client_batch_size=2)
+    check_batch(2, limits)
+    with pytest.raises(InvalidRequest, match="exceeds the maximum allowed batch size of 2") as caught:
+        check_batch(3, limits)
+    assert caught.value.error_type == "batch size exceeded"

@@ -32,6 +32,7 @@ from .attention import KVPool
 from .blocks import BlockAllocator, PrefixAllocator
 from .loading import Loaded, load, rope_of, tokenizer_hash
 from .loop import Budgets, Loop
+from .matching import Patterns
 from .model import TransformersModel
 from .seam import ShardModel
 from .server import ShardServer
@@ -98,7 +99,8 @@ def assemble(spec: ShardSpec) -> Shard:
     threads = len(spec.cpus) or len(os.sched_getaffinity(0))
     model = TransformersModel(loaded, pool, relay, threads=threads, chunk_tokens=chunk_tokens(spec))
     status.relay, status.exports = relay, relay.exports
-    return Shard(make_server(spec, model, pool, loaded.tokenizer, status, sidecar), model, bridge)
+    server = make_server(spec, model, pool, loaded.tokenizer, status, sidecar, model.patterns)
+    return Shard(server, model, bridge)
 
 
 def load_checked(spec: ShardSpec) -> Loaded:
@@ -116,12 +118,18 @@ def chunk_tokens(spec: ShardSpec) -> int:
 
 
 def make_server(
-    spec: ShardSpec, model: ShardModel, pool: KVPool, tokenizer: Any, status: Status, sidecar: Sidecar
+    spec: ShardSpec,
+    model: ShardModel,
+    pool: KVPool,
+    tokenizer: Any,
+    status: Status,
+    sidecar: Sidecar,
+    patterns: Patterns | None,
 ) -> ShardServer:
-    """HTTP surface and loop around a model."""
+    """HTTP surface and loop around a model; `patterns` are those that the model follows."""
     allocator = PrefixAllocator if spec.prefix_caching else BlockAllocator
     status.loop = Loop(model, allocator(pool.blocks, BLOCK_TOKENS), _budgets(spec))
-    service = Service(tokenizer=tokenizer, loop=status.loop, limits=status.limits)
+    service = Service(tokenizer=tokenizer, loop=status.loop, limits=status.limits, patterns=patterns)
     return ShardServer(service, sidecar, _info(spec))
 
 

@@ -1,7 +1,7 @@
 """Choosing the next token, in the order TGI applies its rules.
 
-Penalties, then temperature, top-k, top-p, typical-p; then arg-max or a seeded draw.  Log
-probabilities are those of the processed scores.
+Penalties, the grammar, then temperature, top-k, top-p, typical-p; then arg-max or a seeded draw.
+Log probabilities are those of the processed scores.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import math
 import torch
 from torch import Tensor
 
+from .matching import Matcher
 from .seam import Sampling
 
 _NEG_INF = -math.inf
 
 
 class Chooser:
-    """One request's rules and its random generator, which advances by one draw a token."""
+    """One request's rules and its random generator, which advances by one draw a token.
 
-    def __init__(self, sampling: Sampling) -> None:
+    `matcher` is at the answer's start, and is told of every token by `advance`; None without a grammar.
+    """
+
+    def __init__(self, sampling: Sampling, matcher: Matcher | None = None) -> None:
         self.sampling = sampling
+        self._matcher = matcher
         self.seed = sampling.seed
         self._generator = _generator(sampling.seed) if sampling.do_sample else None
 
@@ -28,7 +33,8 @@ class Chooser:
     def plain_greedy(self) -> bool:
         """True where the scores need no processing at all, so that rows can share one arg-max."""
         s = self.sampling
-        return not s.do_sample and s.repetition_penalty == 1.0 and s.frequency_penalty == 0.0
+        penalized = s.repetition_penalty != 1.0 or s.frequency_penalty != 0.0
+        return not (s.do_sample or penalized or self._matcher)
 
     def process(self, scores: Tensor, ids: list[int]) -> Tensor:
         """scores [vocab] float32, ids so far (prompt included) -> processed scores [vocab]."""
@@ -37,6 +43,8 @@ class Chooser:
             scores = _repetition(scores, ids, s.repetition_penalty)
         if s.frequency_penalty != 0.0:
             scores = _frequency(scores, ids, s.frequency_penalty)
+        if self._matcher is not None:
+            scores = self._matcher.mask(scores)
         if not s.do_sample:
             return scores
         if s.temperature != 1.0:
@@ -55,6 +63,10 @@ class Chooser:
             return int(scores.argmax())
         noise = torch.empty_like(scores).exponential_(1, generator=self._generator)
         return int((scores.softmax(-1) / noise).argmax())
+
+    def advance(self, token_id: int) -> bool:
+        """Take the token that was chosen, here or elsewhere; False where the grammar did not."""
+        return self._matcher is None or self._matcher.advance(token_id)
 
 
 def _generator(seed: int) -> torch.Generator:

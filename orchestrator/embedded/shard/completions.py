@@ -13,6 +13,7 @@ from orchestrator.api.schemas import CompletionRequest
 from orchestrator.core.validation import GenerateRequest, invalid
 from orchestrator.errors import GatewayError
 
+from .access import Origin
 from .loop import Timing
 from .seam import Generation
 from .service import Answer, Prepared, Service
@@ -30,7 +31,9 @@ class Completions:
     prepared: list[Prepared]
 
     @classmethod
-    def of(cls, body: CompletionRequest, service: Service, model_id: str) -> Completions:
+    async def of(
+        cls, body: CompletionRequest, service: Service, origin: Origin, model_id: str
+    ) -> Completions:
         if body.suffix is not None:
             raise invalid("`suffix` is not supported: put it into the prompt")
         prompts, most = body.prompts(), service.limits.max_client_batch_size
@@ -38,9 +41,10 @@ class Completions:
             raise invalid(f"`prompt` takes 1 to {most} prompts. Given: {len(prompts)}")
         parameters = body.to_parameters()
         prepared = [
-            service.prepare(GenerateRequest(prompt, parameters), stream=body.stream) for prompt in prompts
+            await service.prepare(GenerateRequest(prompt, parameters), stream=body.stream, origin=origin)
+            for prompt in prompts
         ]
-        return cls(body.model or model_id, prepared)
+        return cls(model_id if body.model in (None, "tgi") else str(body.model), prepared)
 
     async def whole(self, service: Service, timing: Timing) -> answers.Completion:
         async with asyncio.TaskGroup() as group:

@@ -6,11 +6,13 @@ All torch work runs in one worker thread, so the event loop stays free and rows 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import TypeVar
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ from .attention import Abandoned, KVPool, consecutive_start
 from .choose import Chooser
 from .forward import Row, forward
 from .loading import Loaded
+from .matching import Matcher, Patterns
 from .seam import (
     Batch,
     CachedBatch,
@@ -41,6 +44,7 @@ from .seam import (
 )
 from .text import Detokenizer, StopRule
 
+log = structlog.get_logger(__name__)
 T = TypeVar("T")
 _TOP_EXPORTED = 5
 
@@ -54,6 +58,7 @@ class TransformersModel:
     def __init__(
         self, loaded: Loaded, pool: KVPool, relay: Relay | None, *, threads: int, chunk_tokens: int = 0
     ) -> None:
+        self.patterns = Patterns.of(loaded)
         self._loaded = loaded
         self._pool = pool
         self._relay = relay
@@ -189,13 +194,19 @@ class TransformersModel:
         return Row(
             request=request,
             tag=tag,
-            chooser=Chooser(request.sampling),
+            chooser=Chooser(request.sampling, self._matcher(request.sampling.grammar)),
             text=Detokenizer(self._loaded.tokenizer, request.input_ids),
             stop=StopRule(request.stopping, self._loaded.eos_token_ids, end_first=isinstance(tag, PutTag)),
             slots=torch.tensor(request.slots),
             first_slot=consecutive_start(request.slots),
             kv_tokens=request.cache_len,
         )
+
+    def _matcher(self, pattern: str) -> Matcher | None:
+        if not pattern:
+            return None
+        assert self.patterns is not None, "the service refuses grammars then"
+        return self.patterns.matcher(pattern)
 
     def _import(self, row: Row, tag: GetTag) -> None:
         assert self._relay is not None
@@ -236,6 +247,8 @@ class TransformersModel:
         elif first_step and isinstance(row.tag, GetTag) and row.tag.first_token_id is not None:
             picked = row.tag.first_token_id
             logprob = float(logprobs[picked])
+        if not row.chooser.advance(picked):
+            log.warning("grammar_ended_early", tokens=row.stop.tokens)
         text = row.text.add(picked)
         finish = row.stop.step(picked, text)
         if first_step and isinstance(row.tag, PutTag) and self._relay is not None:
@@ -273,7 +286,9 @@ def _wanted(batch: Batch, cached: CachedBatch | None) -> Callable[[], bool]:
 
 
 def _top(logprobs: Tensor, n: int) -> list[tuple[int, float]]:
+    """Fewer than `n` where fewer are possible."""
     if n == 0:
         return []
     values, ids = logprobs.topk(n)
-    return list(zip(ids.tolist(), values.tolist(), strict=True))
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
+    return [(token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf]

@@ -18,16 +18,18 @@ from starlette.exceptions import HTTPException
 
 from orchestrator.api import answers, sse
 from orchestrator.api.schemas import ChatRequest, CompletionRequest, GenerateBody, parse_body
-from orchestrator.core.validation import GenerateRequest, invalid
+from orchestrator.core.validation import invalid
 from orchestrator.errors import GatewayError, GenerationFailed, ShardError, TooLarge
 from tgi_patches.contract import PullRequest, checked_handle
 from tgi_patches.sidecar import Sidecar
 
 from . import wire
+from .access import Origin
+from .chat import Chat, asked_of
 from .completions import Completions
 from .loop import Timing
 from .metrics import exposition
-from .service import Prepared, Service
+from .service import Service
 
 if TYPE_CHECKING:
     from orchestrator.embedded.pulls import Pulls
@@ -76,7 +78,7 @@ class ShardServer:
     async def generate(self, request: Request) -> Response:
         received_s = time.monotonic()
         body, _ = parse_body(GenerateBody, await self._body(request))
-        prepared = self.service.prepare(body.to_request(), stream=False)
+        prepared = await self.service.prepare(body.to_request(), stream=False, origin=_origin(request))
         timing = Timing()
         best, *others = await _unless_left(request, self.service.answers(prepared, timing))
         prefill = wire.prefill_tokens(prepared, best, self.service.texts)
@@ -87,7 +89,7 @@ class ShardServer:
 
     async def generate_stream(self, request: Request) -> Response:
         body, _ = parse_body(GenerateBody, await self._body(request))
-        prepared = self.service.prepare(body.to_request(), stream=True)
+        prepared = await self.service.prepare(body.to_request(), stream=True, origin=_origin(request))
         prefix = _prefix(body)
 
         async def events() -> Events:
@@ -103,53 +105,22 @@ class ShardServer:
     async def chat(self, request: Request) -> Response:
         received_s = time.monotonic()
         body, _ = parse_body(ChatRequest, await self._body(request))
-        prepared = self._prepared_chat(body)
+        asked = await Chat.of(body, self.service, _origin(request), self._info.model_id)
         if body.stream:
-            return await self._chat_stream(request, body, prepared)
+            return await _streamed(request, asked.events(self.service), sse.openai_event)
         timing = Timing()
-        answer = await _unless_left(request, self.service.answer(prepared, timing))
-        content = wire.chat_completion(
-            prepared, answer, model=body.model or self._info.model_id, logprobs=bool(body.logprobs)
-        )
+        content, prepared, answer = await _unless_left(request, asked.whole(self.service, timing))
         headers = wire.timing_headers(prepared, answer, timing, received_s)
         headers |= _import_header(answer.import_result)
         return Response(content.to_json(), media_type="application/json", headers=headers)
 
-    async def _chat_stream(self, request: Request, body: ChatRequest, prepared: Prepared) -> Response:
-        model = body.model or self._info.model_id
-
-        async def events() -> Events:
-            count = 0
-            async with aclosing(self.service.stream(prepared)) as steps:
-                async for step in steps:
-                    count += 1
-                    chunk = wire.chat_chunk(step, model=model, logprobs=bool(body.logprobs))
-                    yield sse.openai_event(chunk.model_dump()), step.import_result
-            if body.stream_options.include_usage:
-                yield sse.openai_event(wire.usage_chunk(prepared, count, model=model).model_dump()), ""
-            yield sse.DONE, ""
-
-        return await _streamed(request, events(), sse.openai_event)
-
     async def completions(self, request: Request) -> Response:
         body, _ = parse_body(CompletionRequest, await self._body(request))
-        asked = Completions.of(body, self.service, self._info.model_id)
+        asked = await Completions.of(body, self.service, _origin(request), self._info.model_id)
         if body.stream:
             return await _streamed(request, asked.events(self.service), sse.openai_event)
         content = await _unless_left(request, asked.whole(self.service, Timing()))
         return Response(content.to_json(), media_type="application/json")
-
-    def _prepared_chat(self, body: ChatRequest) -> Prepared:
-        if body.tools:
-            raise invalid("`tools` are not supported by the embedded shard")
-        if body.has_image:
-            raise invalid("images are not supported by the embedded shard")
-        asked = GenerateRequest(self._templated(body), body.to_parameters(), add_special_tokens=False)
-        return self.service.prepare(asked, stream=body.stream)
-
-    def _templated(self, body: ChatRequest) -> str:
-        messages = [{"role": message.role, "content": message.as_text()} for message in body.messages]
-        return self.service.templated(messages)
 
     # --- tokens ---
 
@@ -159,7 +130,8 @@ class ShardServer:
 
     async def chat_tokenize(self, request: Request) -> Response:
         body, _ = parse_body(ChatRequest, await self._body(request))
-        text = self._templated(body)
+        asked, _ = asked_of(body, self.service.templates)
+        text = asked.inputs
         reply = answers.ChatTokenizeResponse(
             tokenize_response=self._simple_tokens(text, add_special_tokens=False), templated_text=text
         )
@@ -262,6 +234,10 @@ async def _answer_error(_: Request, error: Exception) -> Response:
 async def _answer_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail, "error_type": "not_found"}, status_code=error.status_code)
+
+
+def _origin(request: Request) -> Origin:
+    return Origin.of(request.url.path, request.headers.get("x-request-id", ""))
 
 
 def _prefix(body: GenerateBody) -> str:

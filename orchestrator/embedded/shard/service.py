@@ -18,8 +18,12 @@ from orchestrator.core.validation import (
 )
 from tgi_patches.contract import ContractError, Limits, parse_tag
 
+from .access import Origin, logged
+from .grammar import not_valid, pattern_of
 from .loop import Loop, Timing
+from .matching import PatternError, Patterns
 from .seam import GeneratedText, Generation, Request, Sampling, Stopping, Token
+from .templates import Templates
 
 _SEED_BITS = 63
 
@@ -32,6 +36,7 @@ class Prepared:
     parameters: ValidParameters
     details: bool = False
     """The client wants `details`."""
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def prompt_tokens(self) -> int:
@@ -62,11 +67,21 @@ class Answer:
 class Service:
     """One model's requests, behind every HTTP route."""
 
-    def __init__(self, *, tokenizer: Any, loop: Loop, limits: Limits, guided: bool = False) -> None:
-        """`guided`: the model knows watermarks and grammars that are regular expressions."""
+    def __init__(
+        self,
+        *,
+        tokenizer: Any,
+        loop: Loop,
+        limits: Limits,
+        patterns: Patterns | None = None,
+        guided: bool = False,
+    ) -> None:
+        """`guided`: the model checks expressions itself and knows watermarks; else `patterns` checks them."""
         self.tokenizer = tokenizer
+        self.templates = Templates(tokenizer)
         self.loop = loop
         self.limits = limits
+        self._patterns = patterns
         self._guided = guided
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -83,22 +98,13 @@ class Service:
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [(token_id, start, stop) for token_id, (start, stop) in pairs]
 
-    def templated(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt that the model's chat template makes of `messages`."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise invalid("this model has no chat template")
-        try:
-            prompt: str = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:
-            raise invalid(f"the chat template refused the messages: {error}") from error
-        return prompt
-
-    def prepare(self, asked: GenerateRequest, *, stream: bool) -> Prepared:
+    async def prepare(self, asked: GenerateRequest, *, stream: bool, origin: Origin) -> Prepared:
         """Validate and tokenize; raises InvalidRequest with TGI's sentence."""
         parameters = validate_request(asked, self.limits, stream=stream)
         self._refuse_unsupported(parameters)
+        pattern = ""
+        if parameters.grammar is not None:  # in a thread: an expression may take long to compile
+            pattern = await asyncio.to_thread(self._pattern, parameters.grammar)
         ids = self.tokenize(asked.inputs, add_special_tokens=asked.add_special_tokens)
         if parameters.truncate is not None:
             ids = ids[-parameters.truncate :]
@@ -109,7 +115,7 @@ class Service:
             id=0,
             inputs=asked.inputs,
             input_ids=tuple(ids),
-            sampling=_sampling(parameters),
+            sampling=_sampling(parameters, pattern),
             stopping=Stopping(max_new_tokens, parameters.stop, parameters.ignore_eos_token),
             slots=(),
             adapter_id=parameters.adapter_id or "",
@@ -118,11 +124,12 @@ class Service:
             prefill_logprobs=asked.parameters.decoder_input_details,
         )
         details = asked.parameters.details or asked.parameters.decoder_input_details
-        return Prepared(request, parameters, details)
+        return Prepared(request, parameters, details, origin)
 
     def stream(self, prepared: Prepared, timing: Timing | None = None) -> AsyncGenerator[Generation]:
         """One Generation a token; closing it cancels the request within one step."""
-        return self.loop.generate(prepared.request, timing)
+        steps = self.loop.generate(prepared.request, timing)
+        return logged(steps, prepared.origin, prepared.request)
 
     async def answers(self, prepared: Prepared, timing: Timing) -> list[Answer]:
         """`best_of` answers, each with a seed of its own; the likeliest by mean log probability first."""
@@ -141,14 +148,24 @@ class Service:
         return answer
 
     def _refuse_unsupported(self, parameters: ValidParameters) -> None:
-        if parameters.grammar is not None and not self._guided:
-            raise invalid("grammars are not supported by the embedded shard")
         if parameters.watermark and not self._guided:
             raise invalid("`watermark` is not supported by the embedded shard")
         try:
             parse_tag(parameters.adapter_id)
         except ContractError as error:
             raise invalid(str(error)) from None
+
+    def _pattern(self, grammar: Any) -> str:
+        if self._guided:
+            return pattern_of(grammar)
+        if self._patterns is None:
+            raise invalid("grammar is not supported")
+        pattern = pattern_of(grammar)
+        try:
+            self._patterns.check(pattern)
+        except PatternError as error:
+            raise not_valid(str(error)) from None
+        return pattern
 
 
 def _reseeded(prepared: Prepared) -> Prepared:
@@ -157,7 +174,7 @@ def _reseeded(prepared: Prepared) -> Prepared:
     return replace(prepared, request=replace(request, sampling=sampling))
 
 
-def _sampling(parameters: ValidParameters) -> Sampling:
+def _sampling(parameters: ValidParameters, pattern: str) -> Sampling:
     seed = parameters.seed
     return Sampling(
         do_sample=parameters.do_sample,
@@ -169,12 +186,5 @@ def _sampling(parameters: ValidParameters) -> Sampling:
         frequency_penalty=parameters.frequency_penalty,
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
         watermark=parameters.watermark,
-        grammar="" if parameters.grammar is None else _regex(parameters.grammar),
+        grammar=pattern,
     )
-
-
-def _regex(grammar: Any) -> str:
-    """TGI's router compiles every other kind of grammar to one, which is not done here."""
-    if grammar.type != "regex":
-        raise invalid(f"grammars of the type {grammar.type!r} are not supported by the embedded shard")
-    return str(grammar.value)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.api import answers
+from orchestrator.api import answers, tool_answers
 
 from .loop import Timing
 from .seam import GeneratedText, Generation, Token
 from .service import Answer, Prepared
+from .tools import Call, Piece
 
 FINGERPRINT = "tgi-orchestrator-embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a chat's answers are dressed."""
+
+    model: str
+    logprobs: bool
 
 
 def token(item: Token) -> answers.Token:
@@ -36,7 +46,7 @@ def generate_response(
     `others` are the less likely answers of `best_of`.
     """
     return answers.GenerateResponse(
-        generated_text=prefix + _ended(best).text,
+        generated_text=prefix + ended(best).text,
         details=_details(prepared, best, others, prefix, prefill) if prepared.details else None,
     )
 
@@ -53,57 +63,58 @@ def stream_event(prepared: Prepared, index: int, step: Generation, *, prefix: st
     )
 
 
-def chat_completion(
-    prepared: Prepared, answer: Answer, *, model: str, logprobs: bool
-) -> answers.ChatCompletion:
-    ending = _ended(answer)
-    return answers.ChatCompletion(
-        created=int(time.time()),
-        model=model,
-        system_fingerprint=FINGERPRINT,
-        choices=[
-            answers.ChatChoice(
-                message=answers.ChatMessage(content=ending.text),
-                logprobs=_chat_logprobs(answer.tokens, answer.top_tokens) if logprobs else None,
-                finish_reason=_chat_reason(ending),
-            )
-        ],
-        usage=answers.Usage.of(prepared.prompt_tokens, ending.generated_tokens),
+def chat_completion(prepared: Prepared, answer: Answer, style: Style) -> answers.ChatCompletion:
+    ending = ended(answer)
+    choice = answers.ChatChoice(
+        message=answers.ChatMessage(content=ending.text), **_chat_ending(answer, ending, style)
     )
+    usage = answers.Usage.of(prepared.prompt_tokens, ending.generated_tokens)
+    return answers.ChatCompletion(**_dressed(style.model), choices=[choice], usage=usage)
 
 
-def chat_chunk(step: Generation, *, model: str, logprobs: bool) -> answers.ChatChunk:
+def tool_completion(
+    prepared: Prepared, answer: Answer, style: Style, call: Call
+) -> tool_answers.ToolCompletion:
+    """TGI numbers the call of a whole answer 0, whatever was called before."""
+    ending = ended(answer)
+    function = tool_answers.CalledFunction(name=call.name, arguments=call.arguments)
+    choice = tool_answers.ToolChoice(
+        message=tool_answers.ToolMessage(tool_calls=[tool_answers.ToolCall(function=function)]),
+        **_chat_ending(answer, ending, style),
+    )
+    usage = answers.Usage.of(prepared.prompt_tokens, ending.generated_tokens)
+    return tool_answers.ToolCompletion(**_dressed(style.model), choices=[choice], usage=usage)
+
+
+def chat_chunk(step: Generation, style: Style) -> answers.ChatChunk:
     """One token of a chat stream; special tokens have no text there."""
-    ending = step.generated_text
-    return answers.ChatChunk(
-        created=int(time.time()),
-        model=model,
-        system_fingerprint=FINGERPRINT,
-        choices=[
-            answers.ChatChunkChoice(
-                delta=answers.ChatMessage(content="" if step.token.special else step.token.text),
-                logprobs=_chat_logprobs([step.token], [step.top_tokens]) if logprobs else None,
-                finish_reason=None if ending is None else _chat_reason(ending),
-            )
-        ],
-    )
+    delta = answers.ChatMessage(content="" if step.token.special else step.token.text)
+    choice = answers.ChatChunkChoice(delta=delta, **_chat_step(step, style))
+    return answers.ChatChunk(**_dressed(style.model), choices=[choice])
+
+
+def tool_chunk(step: Generation, style: Style, call_id: str, piece: Piece) -> tool_answers.ToolChunk:
+    function = tool_answers.DeltaFunction(name=piece.name, arguments=piece.arguments)
+    delta = tool_answers.ToolDelta(tool_calls=[tool_answers.DeltaToolCall(id=call_id, function=function)])
+    choice = tool_answers.ToolChunkChoice(delta=delta, **_chat_step(step, style))
+    return tool_answers.ToolChunk(**_dressed(style.model), choices=[choice])
 
 
 def usage_chunk(prepared: Prepared, generated_tokens: int, *, model: str) -> answers.ChatChunk:
     """The last chunk where the client asked for usage."""
-    return answers.ChatChunk(
-        created=int(time.time()),
-        model=model,
-        system_fingerprint=FINGERPRINT,
-        choices=[],
-        usage=answers.Usage.of(prepared.prompt_tokens, generated_tokens),
-    )
+    usage = answers.Usage.of(prepared.prompt_tokens, generated_tokens)
+    return answers.ChatChunk(**_dressed(model), choices=[], usage=usage)
+
+
+def _dressed(model: str) -> dict[str, Any]:
+    """What every answer of the OpenAI routes begins with."""
+    return {"created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
 
 
 def timing_headers(prepared: Prepared, answer: Answer, timing: Timing, received_s: float) -> dict[str, str]:
     """TGI's headers of a non-stream answer; times in whole milliseconds."""
     now = time.monotonic()
-    generated = _ended(answer).generated_tokens
+    generated = ended(answer).generated_tokens
     inference_s = now - timing.started_s
     milliseconds = {
         "x-total-time": now - received_s,
@@ -122,7 +133,7 @@ def timing_headers(prepared: Prepared, answer: Answer, timing: Timing, received_
     }
 
 
-def _ended(answer: Answer) -> GeneratedText:
+def ended(answer: Answer) -> GeneratedText:
     assert answer.ending is not None, "an answer is complete when its stream ends"
     return answer.ending
 
@@ -143,7 +154,7 @@ def _details(
     prepared: Prepared, best: Answer, others: list[Answer], prefix: str, prefill: list[answers.PrefillToken]
 ) -> answers.Details:
     sequences = [
-        answers.BestOfSequence(generated_text=prefix + _ended(o).text, **_sequence(prepared, o, prefill))
+        answers.BestOfSequence(generated_text=prefix + ended(o).text, **_sequence(prepared, o, prefill))
         for o in others
     ]
     return answers.Details(**_sequence(prepared, best, prefill), best_of_sequences=sequences or None)
@@ -151,7 +162,7 @@ def _details(
 
 def _sequence(prepared: Prepared, answer: Answer, prefill: list[answers.PrefillToken]) -> dict[str, Any]:
     """What `details` and each of its `best_of_sequences` have in common."""
-    ending = _ended(answer)
+    ending = ended(answer)
     return {
         "finish_reason": ending.finish_reason,
         "generated_tokens": ending.generated_tokens,
@@ -171,8 +182,21 @@ def _stream_details(prepared: Prepared, ending: GeneratedText) -> answers.Stream
     )
 
 
-def _chat_reason(ending: GeneratedText) -> str:
-    return answers.openai_reason(ending.finish_reason)
+def _chat_ending(answer: Answer, ending: GeneratedText, style: Style) -> dict[str, Any]:
+    """What a choice of a whole chat says, be it text or a call."""
+    return {
+        "logprobs": _chat_logprobs(answer.tokens, answer.top_tokens) if style.logprobs else None,
+        "finish_reason": answers.openai_reason(ending.finish_reason),
+    }
+
+
+def _chat_step(step: Generation, style: Style) -> dict[str, Any]:
+    """The same of one token."""
+    ending = step.generated_text
+    return {
+        "logprobs": _chat_logprobs([step.token], [step.top_tokens]) if style.logprobs else None,
+        "finish_reason": None if ending is None else answers.openai_reason(ending.finish_reason),
+    }
 
 
 def _chat_logprobs(items: Sequence[Token], top: Sequence[Sequence[Token]]) -> answers.ChatLogprobs:

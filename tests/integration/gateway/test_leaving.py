@@ -185,7 +185,7 @@ class NoOut:
 
     started = False
 
-    async def whole(self, body: bytes, headers: Mapping[str, str]) -> None:
+    async def whole(self, body: bytes, headers: Mapping[str, str], passed: Any = ()) -> None:
         self.started = True
 
     async def start(self, headers: Mapping[str, str]) -> None:

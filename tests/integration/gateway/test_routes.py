@@ -25,7 +25,8 @@ async def test_health_follows_the_shard_table(house: Any) -> None:
 
 
 async def test_info_comes_from_a_shard(house: Any) -> None:
-    assert (await house.http.get("/info")).json() == {"model_id": "fake", "max_input_tokens": 400}
+    told = (await house.http.get("/info")).json()
+    assert (told["model_id"], told["max_input_tokens"], told["max_total_tokens"]) == ("fake", 400, 500)
 
 
 async def test_next_shard_is_asked_when_the_first_is_gone(house: Any) -> None:

@@ -49,7 +49,8 @@ async def opened(spec: ShardSpec, launch: Launch = launched) -> AsyncIterator[Sh
         exports = Exports(bridge, sidecar)
         status.relay, status.exports = own.relay, exports.counts
         model = RankedModel(own, followers, exports, spec.tensor_parallel)
-        server = make_server(spec, model, own.pool, loaded.tokenizer, status, sidecar)
+        patterns = own.model.patterns
+        server = make_server(spec, model, own.pool, loaded.tokenizer, status, sidecar, patterns)
         server.run = lambda: serve(status.loop, followers)
         await warm_up(server, spec)
         yield server

@@ -1,0 +1,178 @@
+"""One gateway process: a worker of `up` or of `serve`, or `serve` itself where one is enough.
+
+A parent starts it as `python -m orchestrator.commands.worker PLACE`, with the settings in the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import ssl
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import structlog
+import uvicorn
+import uvloop
+
+from orchestrator.access import Access
+from orchestrator.access import tls as certificate
+from orchestrator.admission import GatewaySettings
+from orchestrator.api.app import create_app
+from orchestrator.commands.accepting import Turns, WorkerServer
+from orchestrator.config import Loaded, load_settings
+from orchestrator.deployment.gateway import BACKLOG, Sockets
+from orchestrator.deployment.hangup import on_hangup
+from orchestrator.deployment.key import key_env
+from orchestrator.deployment.logging import log_json_to
+from orchestrator.deployment.shares import Shares
+from orchestrator.deployment.workers import Place
+from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.metrics import Metrics
+from orchestrator.queues import GatewayQueue
+from orchestrator.settings import GatewaySection, Settings
+from orchestrator.shards.client import Deadlines, ShardClient
+from tgi_patches.contract import ContractError, Limits
+from tgi_patches.key import key_from
+
+log = structlog.get_logger(__name__)
+
+DRAIN_S = 8
+"""For answers under way after SIGTERM; below the limit after which a parent kills the process."""
+GC_THRESHOLD = 20_000
+"""New objects that call for the youngest generation's collection; Python's own is 700."""
+IDLE_CONNECTION_S = 75
+"""A client's connection that asks nothing; longer than the pools of common clients keep theirs."""
+
+
+def run_worker(loaded: Loaded, sockets: Sockets, place: Place) -> None:
+    """Serve until SIGTERM or SIGINT.  ConfigError for keys, certificates or ports that cannot be used."""
+    log_json_to(sys.stderr)
+    if place.workers > 1:
+        structlog.contextvars.bind_contextvars(worker=place.worker)
+    key = key_from(key_env(loaded, os.environ))
+    folder = Path(place.folder) if place.folder else None
+    with ExitStack() as stack:
+        context = tls_context(loaded.settings.gateway)
+        access = Access.open(loaded.settings.gateway, os.environ, folder, place.worker)
+        stack.callback(access.close)
+        sockets.listen()
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        runner.run(_serve(loaded.settings, sockets, place, key, access, context))
+
+
+def tls_context(gateway: GatewaySection) -> ssl.SSLContext | None:
+    if gateway.tls_cert is None or gateway.tls_key is None:
+        return None
+    return certificate.server_context(gateway.tls_cert, gateway.tls_key)
+
+
+async def _serve(
+    settings: Settings,
+    sockets: Sockets,
+    place: Place,
+    key: bytes,
+    access: Access,
+    context: ssl.SSLContext | None,
+) -> None:
+    assert settings.redis.url is not None
+    queue = GatewayQueue(
+        settings.redis.url,
+        settings.deployment,
+        f"gateway-{os.getpid()}",
+        queue_size=settings.limits.queue_size,
+    )
+    gateway = settings.gateway
+    deadlines = Deadlines(
+        connect_s=gateway.connect_timeout_s,
+        first_event_s=gateway.first_event_timeout_s,
+        idle_s=gateway.idle_timeout_s,
+    )
+    folder = Path(place.folder) if place.folder else None
+    metrics = Metrics(queue.shards, lambda: queue.mode, folder, place.worker)
+    _spare_the_collector()
+    app = create_app(
+        gateway_settings(settings, sockets),
+        queue=queue,
+        shards=ShardClient(deadlines, key=key),
+        access=access,
+        metrics=metrics,
+    )
+    shares = Shares(folder, place.workers) if folder and place.workers > 1 else None
+    server = WorkerServer(config_of(app, context), sockets.all(), Turns(shares, place.worker))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, server.interrupt)
+
+    def reload() -> None:
+        access.reload()
+        if context is not None:
+            certificate.reload(context)
+
+    async with asyncio.TaskGroup() as group:
+        saving = group.create_task(metrics.keep_saving())
+        on_hangup(reload, server.stop if place.fd < 0 else None)
+        await server.serve()
+        saving.cancel()
+    metrics.close()
+
+
+def _spare_the_collector() -> None:
+    """What is loaded by now stays; a request makes few cycles, so they need not be looked for at each step."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
+
+
+def config_of(app: object, context: ssl.SSLContext | None) -> uvicorn.Config:
+    """What uvicorn is told: its quickest parser, our limits, no log of its own."""
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # nothing here asks for the client's address
+        backlog=BACKLOG,
+        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=DRAIN_S,
+        lifespan="on",
+    )
+    config.load()
+    config.ssl = context
+    return config
+
+
+def gateway_settings(settings: Settings, sockets: Sockets) -> GatewaySettings:
+    """The part of a deployment's settings that its gateways need."""
+    limits = settings.limits
+    return GatewaySettings(
+        limits=Limits(
+            max_input_tokens=limits.max_input_tokens,
+            max_total_tokens=limits.max_total_tokens,
+            max_concurrent_requests=limits.max_concurrent_requests,
+            payload_bytes=limits.payload_bytes,
+        ),
+        request_timeout_s=limits.request_timeout_s,
+        wait_timeout_s=settings.gateway.wait_timeout_s,
+        keep_alive_s=settings.gateway.keep_alive_s,
+        max_open_requests=limits.queue_size + limits.max_concurrent_requests,
+        admin_port=sockets.admin.getsockname()[1] if sockets.admin else None,
+    )
+
+
+def main() -> None:
+    """One sentence and an exit code for our own errors, as the command line does."""
+    place = Place.from_json(sys.argv[1])
+    try:
+        run_worker(load_settings(None, {}, os.environ), Sockets.of(place.fd, place.admin_fd), place)
+    except (OrchestratorError, ContractError) as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code if isinstance(error, OrchestratorError) else ConfigError.exit_code)
+
+
+if __name__ == "__main__":
+    main()
