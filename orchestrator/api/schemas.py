@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.config import JsonDict
 
 from orchestrator.core.validation import GenerateParameters as CoreParameters
 from orchestrator.core.validation import GenerateRequest, chat_parameters
@@ -51,9 +52,9 @@ class Incoming(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, use_attribute_docstrings=True)
 
 
-_JSON = {"properties": {"type": {"enum": ["json", "json_object"]}}}
-_REGEX = {"properties": {"type": {"const": "regex"}, "value": {"type": "string"}}}
-_JSON_SCHEMA = {
+_JSON: JsonDict = {"properties": {"type": {"enum": ["json", "json_object"]}}}
+_REGEX: JsonDict = {"properties": {"type": {"const": "regex"}, "value": {"type": "string"}}}
+_JSON_SCHEMA: JsonDict = {
     "properties": {"type": {"const": "json_schema"}, "value": {"type": "object", "required": ["schema"]}}
 }
 
@@ -155,8 +156,8 @@ MessageChunk = Annotated[TextChunk | ImageChunk, Field(discriminator="type")]
 """A part of a message: text, or the address of an image."""
 
 
-_SAYS = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
-_CALLS = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}}
+_SAYS: JsonDict = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_CALLS: JsonDict = {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}}
 
 
 class Message(Incoming):

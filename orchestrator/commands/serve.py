@@ -15,9 +15,10 @@ from pathlib import Path
 
 import typer
 
+from orchestrator.access import check_access
 from orchestrator.config import Loaded
 from orchestrator.deployment.environment import child_env
-from orchestrator.deployment.gateway import Sockets, check_gateway
+from orchestrator.deployment.gateway import Sockets
 from orchestrator.deployment.hangup import on_hangup
 from orchestrator.deployment.logging import log_json_to
 from orchestrator.deployment.workers import GatewayWorkers, Place
@@ -30,7 +31,7 @@ def run_gateway(loaded: Loaded, *, fd: int | None) -> None:
     if settings.redis.url is None:
         raise ConfigError("A gateway alone needs the Redis of its deployment: name it with --redis.")
     log_json_to(sys.stderr)
-    check_gateway(settings.gateway, os.environ)
+    check_access(settings.gateway, os.environ)
     with closing(Sockets.bound(settings.gateway, fd)) as sockets:
         if settings.gateway.workers > 1:
             sockets.listen()

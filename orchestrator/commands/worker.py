@@ -120,7 +120,7 @@ async def _serve(
 
 
 def _spare_the_collector() -> None:
-    """What is loaded by now stays; a request makes few cycles, so they need not be looked for at each step."""
+    """What is loaded by now stays, and a request makes few cycles: look for them less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])

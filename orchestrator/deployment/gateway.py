@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.access import Access
-from orchestrator.access.tls import server_context
 from orchestrator.errors import ConfigError
 from orchestrator.settings import GatewaySection
 
@@ -90,13 +87,6 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if tls else 'http'}://{shown}:{port}"
-
-
-def check_gateway(gateway: GatewaySection, env: Mapping[str, str]) -> None:
-    """ConfigError, before anything starts, for what a worker would refuse: exposure, keys, certificate."""
-    Access.open(gateway, env).close()
-    if gateway.tls_cert is not None and gateway.tls_key is not None:
-        server_context(gateway.tls_cert, gateway.tls_key)
 
 
 def last_words(log_file: Path) -> str:

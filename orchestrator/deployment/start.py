@@ -17,11 +17,12 @@ from pathlib import Path
 
 import httpx
 
+from orchestrator.access import check_access
 from orchestrator.conductor import Conductor
 from orchestrator.config import API_KEYS_VARIABLE, Loaded, hidden
 from orchestrator.deployment.arena import free_bytes, remove_arenas
 from orchestrator.deployment.environment import child_env
-from orchestrator.deployment.gateway import Sockets, check_gateway, url_of
+from orchestrator.deployment.gateway import Sockets, url_of
 from orchestrator.deployment.key import key_env, minted, minted_admin_token
 from orchestrator.deployment.logging import json_log
 from orchestrator.deployment.plan import Plan, WantedShard, check_room, make_plan, shard_plan
@@ -99,7 +100,7 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
         key = key_env(loaded, os.environ) or minted(folder)
         token = minted_admin_token(settings.gateway, folder, os.environ)
         with json_log(Path(os.devnull)):  # the workers will say the same in their log
-            check_gateway(settings.gateway, os.environ)
+            check_access(settings.gateway, os.environ)
         with contextlib.closing(Sockets.bound(settings.gateway)) as sockets:
             progress.step("Looking for the model")
             plan = planned(loaded, progress)

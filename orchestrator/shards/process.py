@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from orchestrator.config import API_KEYS_VARIABLE
 from orchestrator.errors import ConfigError, ShardError
 from orchestrator.shards.launcher import Exit, Running
 from tgi_patches.contract import PARENT_VARIABLE, ShardSpec
@@ -164,7 +165,9 @@ def shard_environment(spec: ShardSpec) -> dict[str, str]:
     """Of a shard's process: this one's own, the order, and our pid, so that it ends with us."""
     threads = len(spec.cpus) or len(os.sched_getaffinity(0))
     own = {"OMP_NUM_THREADS": str(threads), PARENT_VARIABLE: str(os.getpid())}
-    return {**os.environ, **own, **spec.to_env()}
+    # Clients' keys are the gateway's concern.
+    kept = {name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE}
+    return {**kept, **own, **spec.to_env()}
 
 
 def _free_port(host: str, taken: set[int]) -> int:

@@ -37,7 +37,7 @@ class Gateway:
         await receive()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=2, sock_read=60),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60),
             auto_decompress=False,
         )
         await send({"type": "lifespan.startup.complete"})

@@ -23,7 +23,7 @@ def create_app(shards: Shards) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx.Timeout(60, connect=2, pool=None)
+        timeout = httpx.Timeout(60, connect=10, pool=None)
         async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
             app.state.client = client
             yield

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from orchestrator.bench.gateway.peers.missing import Missing
 
-COMMAND_VARIABLE = "ORCHESTRATOR_BENCH_VLLM_ROUTER"
+COMMAND_VARIABLE = "BENCH_VLLM_ROUTER"
 """Names the command where it is not on PATH."""
 COMPARED_VERSION = "0.1.17"
 
