@@ -20,6 +20,7 @@ from orchestrator.core.shard import ShardState
 from orchestrator.core.ticket import Leg, ShardView, Ticket
 from orchestrator.core.validation import (
     ValidParameters,
+    check_batch,
     check_lengths,
     surely_fits,
     validate_parameters,
@@ -85,6 +86,7 @@ class Admission:
     async def admit(self, run: Run) -> Ticket:
         """The request's ticket.  Raises InvalidRequest, or Unavailable when nobody can count."""
         job, limits = run.job, self.limits()
+        check_batch(job.choices, limits)
         valid = validate_parameters(job.parameters, limits, inputs=job.inputs, stream=job.stream)
         run.prompt_tokens = await self._prompt_tokens(job, valid, limits)
         run.max_new_tokens = check_lengths(run.prompt_tokens, valid.max_new_tokens, limits)
@@ -98,8 +100,8 @@ class Admission:
         return Ticket(
             handle=run.handle,
             gateway=self._queue.gateway,
-            prompt_tokens=run.prompt_tokens,
-            max_new_tokens=run.max_new_tokens,
+            prompt_tokens=run.prompt_tokens * job.choices,
+            max_new_tokens=run.max_new_tokens * job.choices,
             created_s=now_s,
             deadline_s=now_s + (longest_s if own_s is None else min(own_s, longest_s)),
             splittable=job.splittable,
@@ -110,7 +112,7 @@ class Admission:
 
     def learn(self, job: Job, prompt_tokens: int) -> None:
         """A shard has counted this prompt."""
-        if prompt_tokens > 0 and job.parameters.truncate is None:
+        if prompt_tokens > 0 and job.choices == 1 and job.parameters.truncate is None:
             self._estimator = self._estimator.observe(job.size, prompt_tokens)
 
     def ready(self) -> list[Leg]:

@@ -114,8 +114,10 @@ class Pipeline:
             run.granted = grant = await self._queue.submit(ticket)
         run.step(Event.GRANTED)
         self.metrics.granted(grant)
-        if grant.max_new_tokens < run.max_new_tokens:
-            run.cap = run.max_new_tokens = grant.max_new_tokens
+        # What was granted is for all answers together.
+        allowed = max(1, grant.max_new_tokens // run.job.choices)
+        if allowed < run.max_new_tokens:
+            run.cap = run.max_new_tokens = allowed
         if run.job.stream:
             await (self._mixed_stream(run) if grant.prefill is None else self._split_stream(run))
             await self._end_stream(run)

@@ -7,7 +7,9 @@ import asyncio
 import structlog
 
 from orchestrator.core import redress
+from orchestrator.core.redress import Dialect
 from orchestrator.core.request import Event
+from orchestrator.core.sse import DONE
 from orchestrator.core.ticket import Completion, Outcome
 from orchestrator.errors import GatewayError
 from orchestrator.metrics import Metrics
@@ -59,7 +61,9 @@ async def end_with_error(run: Run, error: GatewayError) -> None:
     payload = redress.error_event(run.job.dialect, str(error), error.status, error.error_type)
     try:
         async with asyncio.timeout(_LAST_WORD_S):
-            await run.out.send(encoded(run.job, payload))
+            # As in TGI, what ends the OpenAI routes' streams stands behind an error too.
+            last = b"" if run.job.dialect is Dialect.TGI else DONE
+            await run.out.send(encoded(run.job, payload) + last)
             await run.out.finish()
     except TimeoutError:
         log.warning("client_does_not_read", request_id=run.job.request_id)

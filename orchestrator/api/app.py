@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.access import Access
 from orchestrator.admission import GatewaySettings
-from orchestrator.api import admin, openai, tgi
+from orchestrator.api import admin, document, openai, tgi
 from orchestrator.api.front import Front, refuse
 from orchestrator.api.gateway import Gateway
 from orchestrator.errors import GatewayError
@@ -60,6 +60,7 @@ def create_app(
     app = FastAPI(title="tgi-orchestrator", lifespan=lifespan, openapi_url="/api-doc/openapi.json")
     for router in (tgi.routes(gateway), openai.routes(gateway), admin.routes(gateway)):
         app.include_router(router)
+    document.describe(app)
 
     app.add_exception_handler(GatewayError, _refused)
     app.add_exception_handler(HTTPException, _no_such_route)

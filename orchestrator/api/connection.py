@@ -60,6 +60,7 @@ class ClientConnection(HttpToolsProtocol):
 
 def _without_offer(data: bytes) -> bytes:
     end = data.find(_HEAD_END)
-    head = data if end < 0 else data[:end]
-    found = _OFFER.search(head)
+    if data.find(b"pgrade", 0, end) < 0 and data.find(b"PGRADE", 0, end) < 0:
+        return data  # as nearly always, and sooner than the pattern says so
+    found = _OFFER.search(data, 0, end if end >= 0 else len(data))
     return data if found is None else data[: found.end(1)] + b"xxxxx" + data[found.end() :]

@@ -23,4 +23,4 @@ class Gateway:
     @property
     def payload_bytes(self) -> int:
         """The largest body that is read."""
-        return self.admission.limits().payload_bytes
+        return min(self.pipeline.settings.limits.payload_bytes, self.admission.limits().payload_bytes)

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 
 import orjson
 import structlog
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from orchestrator.api.stepping import Departure, begun
 from orchestrator.core.sse import KEEP_ALIVE
@@ -33,7 +32,7 @@ class AsgiOut:
     A stream on which nothing was sent for `keep_alive_s` gets a comment.
     """
 
-    __slots__ = ("_fresh", "_keep_alive_s", "_send", "_slow", "_timer", "ended", "started")
+    __slots__ = ("_fresh", "_keep_alive_s", "_send", "_timer", "ended", "started")
 
     def __init__(self, send: Send, keep_alive_s: float) -> None:
         self.started = False
@@ -42,7 +41,6 @@ class AsgiOut:
         self._keep_alive_s = keep_alive_s
         self._timer: asyncio.TimerHandle | None = None
         self._fresh = False
-        self._slow = False
 
     async def whole(
         self,
@@ -68,9 +66,7 @@ class AsgiOut:
         if self.ended:
             return None
         self._fresh = True
-        rest = begun(self._send({"type": "http.response.body", "body": piece, "more_body": True}))  # type: ignore[arg-type]
-        self._slow = rest is not None
-        return rest
+        return begun(self._send({"type": "http.response.body", "body": piece, "more_body": True}))  # type: ignore[arg-type]
 
     async def send(self, piece: bytes) -> None:
         rest = self.push(piece)
@@ -91,8 +87,8 @@ class AsgiOut:
     def _quiet(self) -> None:
         if self.ended:
             return
-        # A client that does not even take what was sent needs no comment.
-        if not self._fresh and not self._slow:
+        # To a client that does not even take what was sent it is dropped.
+        if not self._fresh:
             self.push(KEEP_ALIVE)
         self._fresh = False
         self._timer = asyncio.get_running_loop().call_later(self._keep_alive_s, self._quiet)
@@ -121,18 +117,6 @@ async def answer(pipeline: Pipeline, job: Job, receive: Receive, send: Send) -> 
     finally:
         departure.close()
         out.close()
-
-
-class Generation(Response):
-    """The same for a route of FastAPI's."""
-
-    def __init__(self, pipeline: Pipeline, job: Job) -> None:
-        super().__init__()
-        self._pipeline = pipeline
-        self._job = job
-
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        await answer(self._pipeline, self._job, receive, send)
 
 
 async def _serve(pipeline: Pipeline, job: Job, out: AsgiOut) -> None:

@@ -22,6 +22,7 @@ from orchestrator.access import Access
 from orchestrator.access import tls as certificate
 from orchestrator.admission import GatewaySettings
 from orchestrator.api.app import create_app
+from orchestrator.api.connection import ClientConnection
 from orchestrator.commands.accepting import Turns, WorkerServer
 from orchestrator.config import Loaded, load_settings
 from orchestrator.deployment.gateway import BACKLOG, Sockets
@@ -130,7 +131,7 @@ def config_of(app: object, context: ssl.SSLContext | None) -> uvicorn.Config:
     """What uvicorn is told: its quickest parser, our limits, no log of its own."""
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http="httptools",
+        http=ClientConnection,
         ws="none",
         log_config=None,
         access_log=False,

@@ -139,7 +139,10 @@ class Passage:
             self.over = True
             return b""
         sent = redress.relayed(self._dialect, event, self._tag, self._model)
-        if self._ends_left > 0 and event.data != _DONE:
+        if event.data == _DONE:
+            # TGI ends a tool call without saying why.
+            self._ends_left = 0
+        elif self._ends_left > 0:
             self._ends_left -= redress.ends(self._dialect, event.data)
             self.tokens += 1
         return sent

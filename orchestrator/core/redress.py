@@ -132,14 +132,17 @@ def going_on(dialect: Dialect) -> bytes:
 
 def ends(dialect: Dialect, data: bytes) -> int:
     """How many answers this event ends.  Raises ValueError for what is not JSON."""
-    if _GOING_ON[dialect] in data or data == b"[DONE]":
+    if data.find(_GOING_ON[dialect]) >= 0 or data == b"[DONE]":
         return 0
     event = orjson.loads(data)
     if not isinstance(event, dict):
         raise ValueError("an event's data is an object")
     if dialect is Dialect.TGI:
         return int(event.get("generated_text") is not None)
-    return sum(bool(choice.get("finish_reason")) for choice in event.get("choices") or ())
+    choices = event.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise ValueError("an event's choices are objects")
+    return sum(bool(choice.get("finish_reason")) for choice in choices)
 
 
 def is_last(dialect: Dialect, data: bytes) -> bool:

@@ -176,37 +176,42 @@ class ShardStream:
 class _Streaming:
     """`async with`: the stream of one request; leaving the block gives the connection back."""
 
-    __slots__ = ("_client", "_connection", "_leg", "_message", "_origin")
+    __slots__ = ("_body", "_client", "_connection", "_leg", "_origin", "_path", "_request_id")
 
-    def __init__(self, client: ShardClient, leg: Leg, origin: Origin, sent: bytes) -> None:
-        self._client, self._leg, self._origin, self._message = client, leg, origin, sent
+    def __init__(self, client: ShardClient, leg: Leg, path: str, body: bytes, request_id: str) -> None:
+        self._client, self._leg = client, leg
+        self._path, self._body, self._request_id = path, body, request_id
+        self._origin: Origin | None = None
         self._connection: Connection | None = None
 
     async def __aenter__(self) -> ShardStream:
-        client, shard = self._client, self._leg.shard
-        deadlines = client.deadlines
         try:
-            connection = self._connection = await client.pool.send(
-                self._origin,
-                self._message,
-                connect_s=deadlines.connect_s,
-                within_s=deadlines.first_event_s,
-            )
-            if connection.status == 200:
-                return ShardStream(shard, connection, deadlines)
-            connection.expect(deadlines.control_s)
-            body = await connection.rest()
-            error = refused(shard, connection.status, connection.headers, body)
+            return await self._begun(self._client.deadlines)
         except FAILURES as failure:
-            error = translated(shard, failure)
-        self._leave()
-        raise error from None
+            self._leave()
+            raise translated(self._leg.shard, failure) from None
+        except BaseException:
+            self._leave()
+            raise
 
     async def __aexit__(self, *_: object) -> None:
         self._leave()
 
+    async def _begun(self, deadlines: Deadlines) -> ShardStream:
+        client, shard = self._client, self._leg.shard
+        origin = self._origin = client.origin(self._leg.url)
+        sent = message("POST", origin, self._path, self._body, _headers(self._request_id))
+        connection = self._connection = await client.pool.send(
+            origin, sent, connect_s=deadlines.connect_s, within_s=deadlines.first_event_s
+        )
+        if connection.status == 200:
+            return ShardStream(shard, connection, deadlines)
+        connection.expect(deadlines.control_s)
+        body = await connection.rest()
+        raise refused(shard, connection.status, connection.headers, body)
+
     def _leave(self) -> None:
-        if self._connection is not None:
+        if self._connection is not None and self._origin is not None:
             self._client.pool.release(self._origin, self._connection)
 
 
@@ -239,8 +244,7 @@ class ShardClient:
 
         Entering waits for the answer's head.  Raises like `post`, here and while iterating.
         """
-        origin = self._origin(leg.url)
-        return _Streaming(self, leg, origin, message("POST", origin, path, body, _headers(request_id)))
+        return _Streaming(self, leg, path, body, request_id)
 
     async def status(self, url: str) -> StatusReply:
         """What a shard says of itself."""
@@ -269,8 +273,8 @@ class ShardClient:
     async def _whole(
         self, method: str, leg: Leg, url: str, path: str, body: bytes, timeout_s: float, request_id: str
     ) -> Answer:
-        origin = self._origin(url)
         try:
+            origin = self.origin(url)
             sent = message(method, origin, path, body, _headers(request_id))
             connect_s = min(timeout_s, self.deadlines.connect_s)
             connection = await self.pool.send(
@@ -285,7 +289,8 @@ class ShardClient:
             raise refused(leg.shard, status, answer.headers, answer.body)
         return answer
 
-    def _origin(self, url: str) -> Origin:
+    def origin(self, url: str) -> Origin:
+        """ValueError for what is no shard's address."""
         origin = self._origins.get(url)
         if origin is None:
             if len(self._origins) > KNOWN_ORIGINS:

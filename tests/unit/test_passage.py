@@ -67,6 +67,7 @@ def slowly(dialect: Dialect, stream: str, tag: str, answers: int) -> Told:
     for data in datas(stream):
         if data == DONE:
             told.datas.append(DONE)
+            left = 0  # whatever was said before
             continue
         try:
             event = json.loads(data)

@@ -14,9 +14,9 @@ import torch
 
 from orchestrator.api.schemas import Grammar
 from orchestrator.embedded.shard.choose import Chooser
-from orchestrator.embedded.shard.grammar import PATTERN_LIMIT_CHARS, pattern_of
+from orchestrator.embedded.shard.grammar import PATTERN_LIMIT_CHARS, PatternError, pattern_of
 from orchestrator.embedded.shard.loading import Loaded, load
-from orchestrator.embedded.shard.matching import Matcher, PatternError, Patterns
+from orchestrator.embedded.shard.matching import Matcher, Patterns
 from orchestrator.embedded.shard.seam import Sampling
 from orchestrator.errors import InvalidRequest
 

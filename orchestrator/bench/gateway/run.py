@@ -22,16 +22,17 @@ from orchestrator.bench.gateway.targets import judge
 from orchestrator.errors import ConfigError
 
 MEASURES: Mapping[str, Callable[[Subject, Plan], Awaitable[Figures]]] = {
+    "open": measure.open_streams,
     "event": measure.event,
     "flood": measure.flood,
     "request": measure.request,
     "pool": measure.pool,
-    "open": measure.open_streams,
 }
 TTFT = "ttft"
-NAMES = ("event", "flood", "request", TTFT, "pool", "open")
+NAMES = ("open", "event", "flood", "request", TTFT, "pool")
+"""In this order."""
 ONCE = ("open",)
-"""Measured in one round only: memory that was taken once is not taken again."""
+"""Measured first and in one round only: memory that was taken once is not taken again."""
 Say = Callable[[str], None]
 
 

@@ -128,8 +128,9 @@ def make_server(
 ) -> ShardServer:
     """HTTP surface and loop around a model; `patterns` are those that the model follows."""
     allocator = PrefixAllocator if spec.prefix_caching else BlockAllocator
+    check = None if patterns is None else patterns.check
     status.loop = Loop(model, allocator(pool.blocks, BLOCK_TOKENS), _budgets(spec))
-    service = Service(tokenizer=tokenizer, loop=status.loop, limits=status.limits, patterns=patterns)
+    service = Service(tokenizer=tokenizer, loop=status.loop, limits=status.limits, check=check)
     return ShardServer(service, sidecar, _info(spec))
 
 

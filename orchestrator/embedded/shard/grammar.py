@@ -18,6 +18,10 @@ PATTERN_LIMIT_CHARS = 500_000
 """Of the expression; a schema of a hundred bounded strings makes 400,000."""
 
 
+class PatternError(ValueError):
+    """An expression that cannot be followed; the text says why, in one line."""
+
+
 def pattern_of(grammar: Any) -> str:
     """The expression of a `Grammar`.  InvalidRequest with TGI's sentence for one that has none."""
     match grammar.type:

@@ -14,16 +14,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
+from .grammar import PatternError
 from .loading import Loaded
 
 _KEPT = 32
 """Expressions that stay compiled, as many as in TGI."""
 _FUEL = 500_000
 """The library's measure of an expression's size: half its default, so that a wild one costs 2 s at most."""
-
-
-class PatternError(ValueError):
-    """An expression that cannot be followed; the text is the library's, in one line."""
 
 
 class Matcher:

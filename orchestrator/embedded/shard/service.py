@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,9 +19,8 @@ from orchestrator.core.validation import (
 from tgi_patches.contract import ContractError, Limits, parse_tag
 
 from .access import Origin, logged
-from .grammar import not_valid, pattern_of
+from .grammar import PatternError, not_valid, pattern_of
 from .loop import Loop, Timing
-from .matching import PatternError, Patterns
 from .seam import GeneratedText, Generation, Request, Sampling, Stopping, Token
 from .templates import Templates
 
@@ -73,15 +72,18 @@ class Service:
         tokenizer: Any,
         loop: Loop,
         limits: Limits,
-        patterns: Patterns | None = None,
+        check: Callable[[str], None] | None = None,
         guided: bool = False,
     ) -> None:
-        """`guided`: the model checks expressions itself and knows watermarks; else `patterns` checks them."""
+        """`check` raises PatternError for an expression that the model cannot follow; None: it follows none.
+
+        `guided`: it is TGI's own server, which checks expressions itself and knows watermarks.
+        """
         self.tokenizer = tokenizer
         self.templates = Templates(tokenizer)
         self.loop = loop
         self.limits = limits
-        self._patterns = patterns
+        self._check = check
         self._guided = guided
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -158,11 +160,11 @@ class Service:
     def _pattern(self, grammar: Any) -> str:
         if self._guided:
             return pattern_of(grammar)
-        if self._patterns is None:
+        if self._check is None:
             raise invalid("grammar is not supported")
         pattern = pattern_of(grammar)
         try:
-            self._patterns.check(pattern)
+            self._check(pattern)
         except PatternError as error:
             raise not_valid(str(error)) from None
         return pattern

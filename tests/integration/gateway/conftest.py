@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 
 from orchestrator.api.app import GatewaySettings, create_app
+from orchestrator.api.connection import ClientConnection
 from orchestrator.core.sse import Event, Parser
 from orchestrator.core.ticket import Completion, Grant, Ticket
 from orchestrator.queues import FakeQueue
@@ -66,7 +67,12 @@ class InLoopServer(uvicorn.Server):
         self.stop = asyncio.Event()
         super().__init__(
             uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan=lifespan, timeout_graceful_shutdown=1
+                app,
+                http=ClientConnection,
+                log_config=None,
+                access_log=False,
+                lifespan=lifespan,
+                timeout_graceful_shutdown=1,
             )
         )
         self.force_exit = lifespan == "off"

@@ -186,7 +186,8 @@ async def test_stream_of_several_prompts_that_stops_before_the_last_is_an_error(
     house: Any, payloads_of: Any
 ) -> None:
     house.decode.fail(Part.PLAIN, 4, Fault.STOP)
-    *_, error = await streamed(house, payloads_of, prompt=["one", "two"])
+    *_, error, done = await streamed(house, payloads_of, prompt=["one", "two"])
+    assert done == "[DONE]"
     assert error["error"]["http_status_code"] == 502
 
 
@@ -197,14 +198,14 @@ async def test_one_prompt_in_a_list_is_split(house: Any) -> None:
 
 async def test_error_inside_a_stream_has_the_shape_of_the_openai_routes(house: Any, payloads_of: Any) -> None:
     house.decode.fail(Part.GET, 2, Fault.ERROR_EVENT)
-    *_, error = await streamed(house, payloads_of)
+    *_, error, _ = await streamed(house, payloads_of)
     assert set(error["error"]) == {"message", "http_status_code"}
     assert "out of memory" in error["error"]["message"]
 
 
 async def test_shard_that_is_gone_is_an_error_event(house: Any, payloads_of: Any) -> None:
     house.decode.fail(Part.GET, 3, Fault.DIE)
-    *pieces, error = await streamed(house, payloads_of)
+    *pieces, error, _ = await streamed(house, payloads_of)
     assert [choice["text"] for choice in choices(pieces)] == WORDS[:3]
     assert error["error"]["http_status_code"] == 502
 

@@ -150,11 +150,12 @@ async def test_http_1_0_gets_a_length_and_the_end_of_the_connection(house: OpenH
 async def test_an_offer_of_another_protocol_is_passed_over(house: OpenHouse, line: Line) -> None:
     """Java's HttpClient and `curl --http2` offer h2c with every first request."""
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
-    whole = request_of("chat", *offer)
-    for cut in (len(whole), whole.index(END), whole.index(END) + 6):
-        await line.send(whole[:cut])
+    usual = request_of("chat", *offer)
+    shouted = request_of("chat", *offer[:1], "UPGRADE: h2c")
+    for sent, cut in ((usual, len(usual)), (shouted, 200), (usual, usual.index(END)), (usual, -3)):
+        await line.send(sent[:cut])
         await asyncio.sleep(0)
-        await line.send(whole[cut:] + request_of("generate_stream"))
+        await line.send(sent[cut:] + request_of("generate_stream"))
         answer = await line.answer()
         assert (answer.status, answer.json()["model"]) == (200, "my/name")
         assert (await line.answer()).status == 200
