@@ -94,7 +94,7 @@ async def _serve(
     )
     folder = Path(place.folder) if place.folder else None
     metrics = Metrics(queue.shards, lambda: queue.mode, folder, place.worker)
-    _spare_the_collector()
+    spare_the_collector()
     app = create_app(
         gateway_settings(settings, sockets),
         queue=queue,
@@ -120,7 +120,7 @@ async def _serve(
     metrics.close()
 
 
-def _spare_the_collector() -> None:
+def spare_the_collector() -> None:
     """What is loaded by now stays, and a request makes few cycles: look for them less often."""
     gc.collect()
     gc.freeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,14 +36,19 @@ def log_json_to(stream: TextIO, echo: Echo | None = None, *, for_good: bool = Tr
         cache_logger_on_first_use=for_good,
         processors=[
             structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             *([echo] if echo else []),
-            structlog.processors.JSONRenderer(orjson.dumps),
+            _line,
         ],
         logger_factory=structlog.BytesLoggerFactory(stream.buffer),
     )
+
+
+def _line(_: Any, level: str, event: MutableMapping[str, Any]) -> bytes:
+    """One line of JSON.  Three of structlog's own processors in one: every request writes a line."""
+    event["level"] = level
+    event["timestamp"] = datetime.now(UTC).isoformat()[:-6] + "Z"
+    return orjson.dumps(event, default=repr)
 
 
 @contextmanager

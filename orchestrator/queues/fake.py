@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from dataclasses import replace
 
-from orchestrator.core.routing import Mode, first_come, release, reserve
+from orchestrator.core.routing import Decision, Mode, Refuse, decide, first_come, release, reserve
 from orchestrator.core.shard import ShardState
 from orchestrator.core.ticket import Completion, Grant, Outcome, ShardView, Ticket
 from orchestrator.errors import Unavailable
@@ -69,9 +69,13 @@ class FakeQueue:
             raise no_shard()
         if self._requests.undecided_count >= self._queue_size:
             raise queue_full(self._queue_size)
+        alone = not self._requests.undecided_count
         request = self._requests.add(ticket)
         request.announced = True
-        self._decide()
+        if alone:
+            self._apply(ticket, decide(ticket, self._shards, mode=self.mode))
+        else:
+            self._decide()
         if request.answer.done():
             return request.answer.result()
         try:
@@ -110,12 +114,15 @@ class FakeQueue:
             return
         due = self._requests.due(0.0, self._queue_size, by_turn=True)
         for ticket, decision in first_come(due, self._shards, mode=self.mode):
-            if isinstance(decision, Grant):
-                self._shards = reserve(self._shards, decision)
-                self.granted.append(decision)
-                self._requests.settle(ticket, decision)
-            elif (request := self._requests.get(ticket.handle)) is not None:
-                self._requests.drop(request, Unavailable(decision.detail))
+            self._apply(ticket, decision)
+
+    def _apply(self, ticket: Ticket, decision: Decision) -> None:
+        if isinstance(decision, Grant):
+            self._shards = reserve(self._shards, decision)
+            self.granted.append(decision)
+            self._requests.settle(ticket, decision)
+        elif isinstance(decision, Refuse) and (request := self._requests.get(ticket.handle)) is not None:
+            self._requests.drop(request, Unavailable(decision.detail))
 
 
 class _Told:

@@ -21,7 +21,7 @@ from orchestrator.admission import GatewaySettings
 from orchestrator.api.app import create_app
 from orchestrator.bench.gateway.shards import DEPLOYMENT, LIMITS, view_of
 from orchestrator.commands.accepting import Turns, WorkerServer
-from orchestrator.commands.worker import config_of
+from orchestrator.commands.worker import config_of, spare_the_collector
 from orchestrator.deployment.gateway import bound_socket
 from orchestrator.deployment.logging import log_json_to
 from orchestrator.queues import GatewayQueue
@@ -68,6 +68,7 @@ async def serve(options: Options) -> None:
     app = create_app(settings, queue=queue_of(options), shards=ShardClient())
     with closing(bound_socket("127.0.0.1", options.port)) as listener:
         listener.listen(BACKLOG)
+        spare_the_collector()
         server = WorkerServer(config_of(app, None), (listener,), Turns(None, 0))
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.interrupt)
