@@ -143,7 +143,7 @@ def test_a_shard_that_dies_ends_its_requests_with_an_error_and_comes_back_anew(
 def test_a_gateway_that_crashes_is_started_again_on_the_same_port(
     cli: CommandLine, started: dict[str, Any]
 ) -> None:
-    (gateway,) = [one for one in family(started["pid"]) if "serve" in one.cmdline()]
+    (gateway,) = [one for one in family(started["pid"]) if "orchestrator.commands.worker" in one.cmdline()]
     gateway.kill()
     answer = httpx.get(f"{started['url']}/info", timeout=LIMIT_S)
     assert answer.status_code == 200
