@@ -34,7 +34,7 @@ from orchestrator.queues.protocol import RequestQueue
 from orchestrator.run import Job, Out, Run, encoded
 from orchestrator.settle import end_with_error, settle
 from orchestrator.shards.client import IMPORT_HEADER, Answer, Headers, ShardClient, ShardStream, payload_of
-from tgi_patches.contract import MissReason
+from tgi_patches.contract import GetTag, MissReason
 
 log = structlog.get_logger()
 
@@ -128,10 +128,11 @@ class Pipeline:
 
     async def _mixed_stream(self, run: Run) -> None:
         job = run.job
-        body = redress.whole_body(job.dialect, job.raw, run.cap)
         run.step(Event.GET_SENT)
         run.enter("prefill")
+        body = redress.whole_body(job.dialect, job.raw, run.cap)
         async with self._stream(run, run.grant.decode, body) as events:
+            del body
             event = await anext(events, None)
             if event is None:
                 raise _cut_off(events.shard)
@@ -197,14 +198,14 @@ class Pipeline:
     async def _get_stream(self, run: Run, first: FirstToken, token_id: int | None) -> None:
         """Everything after the first token, from the decode shard."""
         run.step(Event.PUBLISHED)
-        tag, body = _get_leg(run, token_id)
+        tag = _get_tag(run, token_id)
         run.step(Event.GET_SENT)
         run.enter("decode_wait")
-        async with self._stream(run, run.grant.decode, body) as events:
+        async with self._stream(run, run.grant.decode, _get_body(run, tag)) as events:
             self._note_import(run, events.headers)
             event, payload = await _redone(run, events, first)
             run.enter("decode")
-            passage = _passage(run, events.shard, event, tag)
+            passage = _passage(run, events.shard, event, str(tag))
             if passage.ended:
                 # The decode shard found an end that the prefill shard did not see: the client has
                 # the token, but not yet that it was the last.
@@ -230,12 +231,12 @@ class Pipeline:
             await self._send_whole(run, put, orjson.dumps(answer))
             return
         run.step(Event.PUBLISHED)
-        tag, body = _get_leg(run, None if reply is None else reply.first_token_id)
+        tag = _get_tag(run, None if reply is None else reply.first_token_id)
         run.step(Event.GET_SENT)
         run.enter("decode")
-        get = await self._post(run, run.grant.decode, body)
+        get = await self._post(run, run.grant.decode, _get_body(run, tag))
         self._note_import(run, get.headers)
-        await self._send_whole(run, get, redress.relayed_answer(job.dialect, get.body, tag, run.model))
+        await self._send_whole(run, get, redress.relayed_answer(job.dialect, get.body, str(tag), run.model))
 
     # --- common ---------------------------------------------------------------------------------
 
@@ -307,12 +308,14 @@ class Pipeline:
             self.metrics.imported(run.import_result)
 
 
-def _get_leg(run: Run, token_id: int | None) -> tuple[str, dict[str, Any]]:
-    """The get leg's tag and body."""
+def _get_tag(run: Run, token_id: int | None) -> GetTag:
     job, leg = run.job, run.prefill
     shard, epoch = run.source or (leg.shard, leg.epoch)
-    tag = redress.get_tag(job.dialect, job.raw, handle=run.handle, shard=shard, epoch=epoch, first=token_id)
-    return str(tag), redress.get_body(job.dialect, job.raw, tag, run.seed, run.cap)
+    return redress.get_tag(job.dialect, job.raw, handle=run.handle, shard=shard, epoch=epoch, first=token_id)
+
+
+def _get_body(run: Run, tag: GetTag) -> dict[str, Any]:
+    return redress.get_body(run.job.dialect, run.job.raw, tag, run.seed, run.cap)
 
 
 async def _until_token(run: Run, events: ShardStream) -> tuple[list[StreamEvent], dict[str, Any]]:

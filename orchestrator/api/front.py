@@ -58,8 +58,9 @@ class Front:
                 await self._other(scope, request_id, receive, send)
                 return
             caller = caller_of(headers, visit, request_id)
-            body = await body_of(receive, headers, self._gateway.payload_bytes)
-            await answer(self._gateway.pipeline, job_of(body, caller), receive, send)
+            # No name for the body: a stream would hold it to its end, beside what was made of it.
+            job = job_of(await body_of(receive, headers, self._gateway.payload_bytes), caller)
+            await answer(self._gateway.pipeline, job, receive, send)
         except ClientLeft:
             pass
         except GatewayError as error:

@@ -201,6 +201,7 @@ class _Streaming:
         client, shard = self._client, self._leg.shard
         origin = self._origin = client.origin(self._leg.url)
         sent = message("POST", origin, self._path, self._body, _headers(self._request_id))
+        self._body = b""  # not to be held as long as the stream
         connection = self._connection = await client.pool.send(
             origin, sent, connect_s=deadlines.connect_s, within_s=deadlines.first_event_s
         )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from orchestrator.shards.http.deadline import Deadline
+import pytest
+
+from orchestrator.shards.http.deadline import Deadline, Within
 
 
 class Timer:
@@ -134,3 +138,66 @@ def test_closed_it_holds_no_timer_and_nothing_sets_it_going() -> None:
     assert clock.pending == []
     clock.run_to(300)
     assert passed == []
+
+
+def test_a_loop_that_was_busy_looks_at_its_sockets_before_it_gives_up() -> None:
+    clock, due, passed = deadline()
+    due.within(5)
+    clock.now_s = 108.0  # three seconds late: whatever arrived meanwhile was not read yet
+    (timer,) = clock.pending
+    clock.timers.remove(timer)
+    timer.call()
+    assert passed == []
+    due.within(5)  # it had arrived
+    clock.run_to(112.9)
+    assert passed == []
+    clock.run_to(113.1)
+    assert passed == [113.0]
+
+
+def test_it_looks_once_and_then_gives_up() -> None:
+    clock, due, passed = deadline()
+    due.within(5)
+    clock.now_s = 108.0
+    (timer,) = clock.pending
+    clock.timers.remove(timer)
+    timer.call()
+    clock.run_to(109.0)
+    assert [round(when_s, 3) for when_s in passed] == [108.001]
+
+
+async def test_within_raises_timeout_for_what_takes_too_long() -> None:
+    with pytest.raises(TimeoutError):
+        async with Within(0.01):
+            await asyncio.Event().wait()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_within_passes_on_another_cancellation_and_other_errors() -> None:
+    async def patient() -> None:
+        async with Within(60):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(patient())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(ValueError, match="x"):
+        async with Within(60):
+            raise ValueError("x")
+
+
+async def test_within_does_not_hold_it_against_a_peer_that_we_were_busy() -> None:
+    loop = asyncio.get_running_loop()
+    async with Within(0.05):
+        done = loop.create_future()
+        here, there = socket.socketpair()
+        with here, there:
+            loop.add_reader(here.fileno(), lambda: done.done() or done.set_result(None))
+            there.send(b"x")
+            time.sleep(0.2)  # noqa: ASYNC251 - a busy loop is what is tried
+            await done
+            loop.remove_reader(here.fileno())

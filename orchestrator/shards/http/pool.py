@@ -11,6 +11,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from orchestrator.shards.http.connection import Connection
+from orchestrator.shards.http.deadline import Within
 from orchestrator.shards.http.errors import CannotConnect, ConnectionLost, PoolFull
 
 
@@ -123,7 +124,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         self._connecting += 1
         try:
-            async with asyncio.timeout(connect_s):
+            async with Within(connect_s):
                 _, connection = await loop.create_connection(
                     lambda: Connection(loop, lambda ended: self._forget(origin, ended)), *origin
                 )
