@@ -53,6 +53,8 @@ class GatewaySettings:
     """Silence on a stream after which a comment is sent."""
     max_open_requests: int = 1024
     """Requests in this gateway, waiting ones included; above it: 429."""
+    body_timeout_s: float = 30.0
+    """For a client to send a request's body."""
     admin_port: int | None = None
     """Where administration and metrics have an address of their own: its port."""
 

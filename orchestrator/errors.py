@@ -6,6 +6,7 @@ OrchestratorError
 ├── GatewayError             an answer to a client, in TGI's error shape
 │   ├── Unauthorized         401 unauthorized
 │   ├── InvalidRequest       422 validation
+│   ├── BodyTooSlow          408 validation
 │   ├── TooLarge             413 validation
 │   ├── Overloaded           429 overloaded
 │   ├── GenerationFailed     424 generation
@@ -40,6 +41,8 @@ class GatewayError(OrchestratorError):
 
     status = 500
     error_type = "generation"
+    key_name = ""
+    """Of the API key whose limit was met."""
 
     def body(self) -> dict[str, str]:
         """TGI's error body."""
@@ -55,6 +58,13 @@ class Unauthorized(GatewayError):
 
 class InvalidRequest(GatewayError):
     status = 422
+    error_type = "validation"
+
+
+class BodyTooSlow(GatewayError):
+    """The request's body did not come in time."""
+
+    status = 408
     error_type = "validation"
 
 

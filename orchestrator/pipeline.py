@@ -55,7 +55,6 @@ _PASSED_ON = frozenset(
     }
 )
 """TGI's headers of a whole answer."""
-_IMPORT = IMPORT_HEADER.encode()
 
 
 class Pipeline:

@@ -151,6 +151,8 @@ class GatewaySection(Section):
     """An address of its own for `/admin` and `/metrics`; empty: that of the clients."""
     admin_token_file: AbsolutePath | None = None
     """A file with the token that `/admin` and `/metrics` then ask for."""
+    body_timeout_s: Seconds = 30.0
+    """How long a client may take to send a request's head, and as long again for its body."""
     connect_timeout_s: Seconds = 2.0
     first_event_timeout_s: Seconds = 60.0
     """How long a shard may take to the first event of an answer: its queue and a whole prefill."""

@@ -25,6 +25,16 @@ def check_exposure(gateway: GatewaySection, env: Mapping[str, str]) -> None:
             "gateway.allow_anonymous serves without API keys, and there are some "
             f"(gateway.keys_file, {API_KEYS_VARIABLE}): leave one out."
         )
+    admin = gateway.admin_listen
+    if (
+        admin
+        and not (keys or gateway.allow_anonymous or gateway.admin_token_file)
+        and not is_loopback(host_of(admin))
+    ):
+        raise ConfigError(
+            f"gateway.admin_listen is {admin}, which other machines reach, and nothing is asked for there: "
+            "name a token in gateway.admin_token_file, or API keys in gateway.keys_file."
+        )
     if not (keys or gateway.allow_anonymous or is_loopback(gateway.host)):
         raise ConfigError(
             f"gateway.listen is {gateway.listen}, which other machines reach, and there are no API keys: "

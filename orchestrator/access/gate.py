@@ -180,6 +180,7 @@ class Access:
         refused = self._refused(tally, key, name, at, now_s)
         if refused is not None:
             tally.add(at, step, requests=-1, opened=-1)
+            refused.key_name = key.name
             raise refused
         return LimitedVisit(key.name, priority, at, self._left)
 

@@ -29,7 +29,7 @@ class Door(Enum):
     """Administration and metrics: a token or an address of their own."""
 
 
-_FREE = frozenset({"/info", "/v1/models", "/chat_tokenize", "/docs", "/redoc", "/api-doc/openapi.json"})
+_FREE = frozenset({"/info", "/v1/models", "/docs", "/redoc", "/api-doc/openapi.json"})
 _HEALTH = frozenset({"/health", "/ping"})
 _READING = ("GET", "HEAD")
 _ADMIN = frozenset({"/metrics", "/admin"})
@@ -41,7 +41,6 @@ def door(method: str, path: str) -> Door:
         return Door.HEALTH
     if path in _ADMIN or path.startswith("/admin/"):
         return Door.ADMIN
-    # A browser asks OPTIONS before it may send a key.
-    if path in _FREE or path.startswith("/docs/") or method == "OPTIONS":
+    if path in _FREE or path.startswith("/docs/"):
         return Door.FREE
     return Door.KEY

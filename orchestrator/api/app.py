@@ -20,6 +20,7 @@ from orchestrator.admission import GatewaySettings
 from orchestrator.api import admin, document, openai, tgi
 from orchestrator.api.front import Front, refuse
 from orchestrator.api.gateway import Gateway
+from orchestrator.api.incoming import ClientLeft
 from orchestrator.errors import GatewayError
 from orchestrator.metrics import Metrics
 from orchestrator.pipeline import Pipeline
@@ -57,12 +58,18 @@ def create_app(
             await queue.aclose()
             await shards.aclose()
 
-    app = FastAPI(title="tgi-orchestrator", lifespan=lifespan, openapi_url="/api-doc/openapi.json")
+    app = FastAPI(
+        title="tgi-orchestrator",
+        lifespan=lifespan,
+        openapi_url="/api-doc/openapi.json",
+        redirect_slashes=False,  # to an address that the request's own Host header names
+    )
     for router in (tgi.routes(gateway), openai.routes(gateway), admin.routes(gateway)):
         app.include_router(router)
     document.describe(app)
 
     app.add_exception_handler(GatewayError, _refused)
+    app.add_exception_handler(ClientLeft, _left)
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_exception_handler(Exception, _our_bug)
     return Front(app, gateway, access or Access.anybody(), settings.admin_port)
@@ -78,6 +85,11 @@ class Refused(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         await refuse(self._error, self._request_id, receive, send)
+
+
+async def _left(_: Request, __: Exception) -> Response:
+    """For the log: nobody is there to read it."""
+    return Response(status_code=499)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

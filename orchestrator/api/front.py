@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import orjson
 import structlog
@@ -16,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from orchestrator.access import Access
 from orchestrator.api.gateway import Gateway
 from orchestrator.api.incoming import ClientLeft, body_of, caller_of, request_id_of
-from orchestrator.api.jobs import GENERATIONS, JobOf
+from orchestrator.api.jobs import GENERATIONS
 from orchestrator.api.reply import answer, error_headers
-from orchestrator.errors import GatewayError, TooLarge
+from orchestrator.errors import BodyTooSlow, GatewayError, TooLarge
 
 log = structlog.get_logger()
 
@@ -55,16 +56,21 @@ class Front:
         try:
             visit = self._access.visit(scope["method"], path, headers, admin_port=self._on_admin_port(scope))
             if job_of is None:
-                await self._other(scope, request_id, receive, send)
+                await self._other(scope, request_id, visit.key_name, receive, send)
                 return
             caller = caller_of(headers, visit, request_id)
             # No name for the body: a stream would hold it to its end, beside what was made of it.
-            job = job_of(await body_of(receive, headers, self._gateway.payload_bytes), caller)
+            job = job_of(await self._body(receive, headers), caller)
             await answer(self._gateway.pipeline, job, receive, send)
         except ClientLeft:
-            pass
+            log.info("request", route=path, request_id=request_id, outcome="cancelled")
         except GatewayError as error:
-            self._note_refusal(scope, request_id, job_of, error, time.perf_counter() - began_s)
+            key_name = error.key_name if visit is None else visit.key_name
+            route = _ROUTES.get(path) if job_of is not None else None
+            if route is not None:
+                self._gateway.metrics.unparsed(route, error.error_type, key_name)
+            took_s = time.perf_counter() - began_s
+            _note_refusal(scope, request_id, route or path, key_name, error, took_s)
             await refuse(error, request_id, receive, send)
         finally:
             if visit is not None:
@@ -74,7 +80,9 @@ class Front:
         server = scope.get("server")
         return self._admin_port is not None and server is not None and server[1] == self._admin_port
 
-    async def _other(self, scope: Scope, request_id: str, receive: Receive, send: Send) -> None:
+    async def _other(
+        self, scope: Scope, request_id: str, key_name: str, receive: Receive, send: Send
+    ) -> None:
         """A request that generates nothing: FastAPI's, with its id on the way in and out."""
         began_s = time.perf_counter()
         tagged = (b"x-request-id", request_id.encode())
@@ -96,30 +104,29 @@ class Front:
                 route=scope["path"],
                 method=scope["method"],
                 request_id=request_id,
+                key=key_name or None,
                 status=status,
                 took_s=round(time.perf_counter() - began_s, 4),
             )
 
-    def _note_refusal(
-        self,
-        scope: Scope,
-        request_id: str,
-        job_of: JobOf | None,
-        error: GatewayError,
-        took_s: float,
-    ) -> None:
-        route = _ROUTES.get(scope["path"]) if job_of is not None else None
-        if route is not None:
-            self._gateway.metrics.unparsed(route, error.error_type)
-        log.info(
-            "request",
-            route=route or scope["path"],
-            method=scope["method"],
-            request_id=request_id,
-            status=error.status,
-            error=error.error_type,
-            took_s=round(took_s, 4),
-        )
+    async def _body(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes:
+        gateway = self._gateway
+        return await body_of(receive, headers, gateway.payload_bytes, gateway.body_timeout_s)
+
+
+def _note_refusal(
+    scope: Scope, request_id: str, route: str, key_name: str, error: GatewayError, took_s: float
+) -> None:
+    log.info(
+        "request",
+        route=route,
+        method=scope["method"],
+        request_id=request_id,
+        key=key_name or None,
+        status=error.status,
+        error=error.error_type,
+        took_s=round(took_s, 4),
+    )
 
 
 async def refuse(error: GatewayError, request_id: str, receive: Receive, send: Send) -> None:
@@ -133,6 +140,8 @@ async def refuse(error: GatewayError, request_id: str, receive: Receive, send: S
     head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     head += [(name.encode(), value.encode("latin-1", "replace")) for name, value in told.items()]
     lingers = isinstance(error, TooLarge)
+    if isinstance(error, BodyTooSlow):
+        head.append((b"connection", b"close"))
     if lingers:
         head.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": head})

@@ -21,6 +21,11 @@ class Gateway:
         return self.pipeline.admission
 
     @property
+    def body_timeout_s(self) -> float:
+        """For a client to send a body."""
+        return self.pipeline.settings.body_timeout_s
+
+    @property
     def payload_bytes(self) -> int:
         """The largest body that is read."""
         return min(self.pipeline.settings.limits.payload_bytes, self.admission.limits().payload_bytes)

@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from orchestrator.access import Visit
+from orchestrator.api.gateway import Gateway
+from orchestrator.api.stepping import promptly
 from orchestrator.core.redress import Dialect, client_tag
-from orchestrator.errors import InvalidRequest, TooLarge
+from orchestrator.errors import BodyTooSlow, InvalidRequest, TooLarge
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _TIMEOUT = re.compile(rb"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -74,8 +76,17 @@ def _timeout_s(given: bytes) -> float:
     return float(given)
 
 
-async def body_of(receive: Receive, headers: Mapping[bytes, bytes], limit_bytes: int) -> bytes:
-    """The body.  Raises TooLarge as soon as the limit is passed, before reading on, and ClientLeft."""
+async def body_of(
+    receive: Receive, headers: Mapping[bytes, bytes], limit_bytes: int, within_s: float
+) -> bytes:
+    """The body.  Raises ClientLeft, BodyTooSlow, and TooLarge as soon as the limit is passed."""
+    try:
+        return await promptly(_read(receive, headers, limit_bytes), within_s)
+    except TimeoutError:
+        raise BodyTooSlow(f"The request's body did not come within {within_s:g} s.") from None
+
+
+async def _read(receive: Receive, headers: Mapping[bytes, bytes], limit_bytes: int) -> bytes:
     told = headers.get(b"content-length", b"")
     if told.isdigit() and int(told) > limit_bytes:
         raise _too_large(limit_bytes)
@@ -93,9 +104,10 @@ async def body_of(receive: Receive, headers: Mapping[bytes, bytes], limit_bytes:
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
+async def read_body(request: Request, gateway: Gateway) -> bytes:
     """The same for a route of FastAPI's."""
-    return await body_of(request.receive, dict(request.scope["headers"]), limit_bytes)
+    headers = dict(request.scope["headers"])
+    return await body_of(request.receive, headers, gateway.payload_bytes, gateway.body_timeout_s)
 
 
 def refuse_tags(dialect: Dialect, raw: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def routes(gateway: Gateway) -> APIRouter:
         **document.asked(ChatRequest, {JSON: document.of(answers.ChatTokenizeResponse)}, COUNTING_ERRORS),
     )
     async def chat_tokenize(request: Request) -> Response:
-        _, raw = jobs.parsed_chat(await read_body(request, gateway.payload_bytes))
+        _, raw = jobs.parsed_chat(await read_body(request, gateway))
         caller = Caller.of(request.headers)
         answer = await gateway.admission.ask_any("/chat_tokenize", orjson.dumps(raw), caller.request_id)
         return document.Json(answer.body)

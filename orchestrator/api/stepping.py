@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from orchestrator.shards.http import Within
+
+T = TypeVar("T")
 
 
 def begun(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
@@ -16,16 +20,27 @@ def begun(work: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
     return _Rest(work, pending)
 
 
-class _Rest:
+async def promptly(work: Coroutine[Any, Any, T], within_s: float) -> T:
+    """What `work` returns.  Only if it has to wait is there a deadline: TimeoutError."""
+    try:
+        pending = work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    async with Within(within_s):
+        return await _Rest(work, pending)
+
+
+class _Rest(Generic[T]):
     """A coroutine that waits for `pending`, a future; the awaiting task goes on in its place."""
 
     __slots__ = ("_pending", "_work")
 
-    def __init__(self, work: Coroutine[Any, Any, None], pending: Any) -> None:
+    def __init__(self, work: Coroutine[Any, Any, T], pending: Any) -> None:
         self._work = work
         self._pending = pending
 
-    def __await__(self) -> Generator[Any, Any, None]:
+    def __await__(self) -> Generator[Any, Any, T]:
         pending = self._pending
         while True:
             thrown: BaseException | None = None
@@ -35,8 +50,9 @@ class _Rest:
                 thrown = error
             try:
                 pending = self._work.send(None) if thrown is None else self._work.throw(thrown)
-            except StopIteration:
-                return
+            except StopIteration as end:
+                result: T = end.value
+                return result
 
 
 class Departure:

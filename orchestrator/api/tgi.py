@@ -35,7 +35,7 @@ def routes(gateway: Gateway) -> APIRouter:
         ),
     )
     async def tokenize(request: Request) -> Response:
-        _, raw = jobs.parsed_generate(await read_body(request, gateway.payload_bytes))
+        _, raw = jobs.parsed_generate(await read_body(request, gateway))
         caller = Caller.of(request.headers)
         answer = await gateway.admission.ask_any("/tokenize", orjson.dumps(raw), caller.request_id)
         return document.Json(answer.body)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import ssl
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -28,7 +30,7 @@ from orchestrator.config import Loaded, load_settings
 from orchestrator.deployment.gateway import BACKLOG, Sockets
 from orchestrator.deployment.hangup import on_hangup
 from orchestrator.deployment.key import key_env
-from orchestrator.deployment.logging import log_json_to
+from orchestrator.deployment.logging import log_json_to, log_server_errors
 from orchestrator.deployment.shares import Shares
 from orchestrator.deployment.workers import Place
 from orchestrator.errors import ConfigError, OrchestratorError
@@ -54,6 +56,8 @@ def run_worker(loaded: Loaded, sockets: Sockets, place: Place) -> None:
     log_json_to(sys.stderr)
     if place.workers > 1:
         structlog.contextvars.bind_contextvars(worker=place.worker)
+    log_server_errors()
+    allow_many_connections()
     key = key_from(key_env(loaded, os.environ))
     folder = Path(place.folder) if place.folder else None
     with ExitStack() as stack:
@@ -63,6 +67,13 @@ def run_worker(loaded: Loaded, sockets: Sockets, place: Place) -> None:
         sockets.listen()
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         runner.run(_serve(loaded.settings, sockets, place, key, access, context))
+
+
+def allow_many_connections() -> None:
+    """As many descriptors as this user may have: each request needs two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def tls_context(gateway: GatewaySection) -> ssl.SSLContext | None:
@@ -103,7 +114,9 @@ async def _serve(
         metrics=metrics,
     )
     shares = Shares(folder, place.workers) if folder and place.workers > 1 else None
-    server = WorkerServer(config_of(app, context), sockets.all(), Turns(shares, place.worker))
+    server = WorkerServer(
+        config_of(app, context, gateway.body_timeout_s), sockets.all(), Turns(shares, place.worker)
+    )
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, server.interrupt)
 
@@ -127,11 +140,11 @@ def spare_the_collector() -> None:
     gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
 
 
-def config_of(app: object, context: ssl.SSLContext | None) -> uvicorn.Config:
+def config_of(app: object, context: ssl.SSLContext | None, head_timeout_s: float = 30.0) -> uvicorn.Config:
     """What uvicorn is told: its quickest parser, our limits, no log of its own."""
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=ClientConnection,
+        http=partial(ClientConnection, head_timeout_s=head_timeout_s),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
@@ -160,6 +173,7 @@ def gateway_settings(settings: Settings, sockets: Sockets) -> GatewaySettings:
         request_timeout_s=limits.request_timeout_s,
         wait_timeout_s=settings.gateway.wait_timeout_s,
         keep_alive_s=settings.gateway.keep_alive_s,
+        body_timeout_s=settings.gateway.body_timeout_s,
         max_open_requests=limits.queue_size + limits.max_concurrent_requests,
         admin_port=sockets.admin.getsockname()[1] if sockets.admin else None,
     )

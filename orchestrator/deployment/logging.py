@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -12,6 +13,8 @@ from typing import Any, TextIO
 import orjson
 import structlog
 import typer
+
+log = structlog.get_logger()
 
 LOUD = frozenset({"warning", "error", "critical"})
 _HIDDEN = frozenset({"event", "level", "timestamp", "exception"})
@@ -42,6 +45,30 @@ def log_json_to(stream: TextIO, echo: Echo | None = None, *, for_good: bool = Tr
         ],
         logger_factory=structlog.BytesLoggerFactory(stream.buffer),
     )
+
+
+class ServerErrors(logging.Handler):
+    """What the HTTP server says in prose, as an event; at most once a second."""
+
+    EVERY_S = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._next_s = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self.EVERY_S
+            error = record.exc_info[1] if record.exc_info else None
+            log.warning("http_server", text=record.getMessage(), error=error and type(error).__name__)
+
+
+def log_server_errors() -> None:
+    """For good, in a process that serves."""
+    logger = logging.getLogger("uvicorn.error")
+    logger.handlers[:] = [ServerErrors()]
+    logger.propagate = False
 
 
 def _line(_: Any, level: str, event: MutableMapping[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from orchestrator.embedded.weights import pick_dtype, resolve_model
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.queues import ConductorQueue
 from orchestrator.shards.probe import http_probe
-from orchestrator.shards.process import ProcessLauncher
+from orchestrator.shards.process import LOG_LIMIT_BYTES, ROTATE_EVERY_S, ProcessLauncher, rotate
 from orchestrator.shards.static import StaticLauncher
 
 STOP_LIMIT_S = 20.0
@@ -91,6 +91,8 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
     Blocks while a model is downloaded.  Lock and port are given back at the end.
     """
     settings = loaded.settings
+    with json_log(Path(os.devnull)):  # the workers will say the same in their log
+        check_access(settings.gateway, os.environ)
     folder = StateFolder.of(settings.deployment, os.environ)
     folder.create()
     with folder.locked():
@@ -99,8 +101,6 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
         folder.clear_logs()
         key = key_env(loaded, os.environ) or minted(folder)
         token = minted_admin_token(settings.gateway, folder, os.environ)
-        with json_log(Path(os.devnull)):  # the workers will say the same in their log
-            check_access(settings.gateway, os.environ)
         with contextlib.closing(Sockets.bound(settings.gateway)) as sockets:
             progress.step("Looking for the model")
             plan = planned(loaded, progress)
@@ -169,8 +169,30 @@ async def deployed(order: Order, progress: Progress) -> AsyncIterator[Running]:
         conductor, conducting = await stack.enter_async_context(_conducting(order, redis_url))
         workers = _gateway(order, redis_url)
         parts = (conducting, await stack.enter_async_context(workers.running()))
+        own_logs = [order.folder.log_of(name) for name in ("conductor", "gateway")]
+        await stack.enter_async_context(kept_short(own_logs))
         await until_ready(conductor, parts, state, progress)
         yield Running(state, parts, workers.reload)
+
+
+@asynccontextmanager
+async def kept_short(
+    logs: Sequence[Path], limit_bytes: int = LOG_LIMIT_BYTES, every_s: float = ROTATE_EVERY_S
+) -> AsyncIterator[None]:
+    """Inside, each log that grows over the limit is moved to `.log.1`; its writers must append."""
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            for path in logs:
+                await asyncio.to_thread(rotate, path, limit_bytes)
+
+    task = asyncio.create_task(watch(), name="log rotation")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _state_of(order: Order, redis_url: str) -> State:

@@ -100,11 +100,13 @@ class Metrics:
     def arrived(self) -> None:
         self._tgi_count[()] += 1
 
-    def unparsed(self, route: str, error_type: str) -> None:
-        """A request whose body could not be read as one."""
+    def unparsed(self, route: str, error_type: str, key_name: str = "") -> None:
+        """A request that was refused before it became one: by its body, its key, or its key's limits."""
         self.arrived()
         self._requests[route, Outcome.REFUSED] += 1
         self._tgi_failure[error_type,] += 1
+        if key_name:
+            self._count_key(key_name, Outcome.REFUSED, 0, 0)
 
     def granted(self, grant: Grant) -> None:
         self._routing[grant.choice, grant.reason] += 1

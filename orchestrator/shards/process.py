@@ -39,6 +39,10 @@ class _Child:
     exit: asyncio.Task[Exit]
 
 
+LOG_LIMIT_BYTES = 16 * 1024 * 1024
+ROTATE_EVERY_S = 30.0
+
+
 class ProcessLauncher:
     """See `Launcher`.  Shards end with this process: each one asks the kernel for that itself."""
 
@@ -48,8 +52,8 @@ class ProcessLauncher:
         *,
         env: Mapping[str, str] | None = None,
         command: Sequence[str] = SHARD_COMMAND,
-        log_limit_bytes: int = 16 * 1024 * 1024,
-        rotate_every_s: float = 30.0,
+        log_limit_bytes: int = LOG_LIMIT_BYTES,
+        rotate_every_s: float = ROTATE_EVERY_S,
     ) -> None:
         """Logs go to `<state_dir>/<shard>.log`, and to `.log.1` beyond the limit.
 
@@ -143,7 +147,7 @@ class ProcessLauncher:
                     code = await process.wait()
                     break
             except TimeoutError:
-                if await asyncio.to_thread(_rotate, path, self._log_limit_bytes):
+                if await asyncio.to_thread(rotate, path, self._log_limit_bytes):
                     log_start = 0
         last = await asyncio.to_thread(_last_lines, path, 1, log_start)
         return Exit(shard, code, last[0] if last else "")
@@ -205,11 +209,11 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
 
 def _prepare_log(path: Path, limit_bytes: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _rotate(path, limit_bytes)
+    rotate(path, limit_bytes)
 
 
-def _rotate(path: Path, limit_bytes: int) -> bool:
-    """Move a log over the limit aside.  Copied and cut, because its process holds the file open."""
+def rotate(path: Path, limit_bytes: int) -> bool:
+    """Move a log over the limit aside: True.  Copied and cut, because its process holds the file open."""
     if not path.exists() or path.stat().st_size <= limit_bytes:
         return False
     shutil.copyfile(path, path.with_suffix(".log.1"))

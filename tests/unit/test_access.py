@@ -33,11 +33,9 @@ NEEDS_KEY = [
 FREE = [
     ("GET", "/info"),
     ("GET", "/v1/models"),
-    ("POST", "/chat_tokenize"),
     ("GET", "/docs"),
     ("GET", "/docs/oauth2-redirect"),
     ("GET", "/api-doc/openapi.json"),
-    ("OPTIONS", "/generate"),
 ]
 HEALTH = [("GET", "/"), ("HEAD", "/"), ("GET", "/health"), ("GET", "/ping")]
 ADMIN = [("GET", "/metrics"), ("GET", "/admin/status"), ("POST", "/admin/anything"), ("GET", "/admin")]
@@ -270,3 +268,11 @@ def test_settings_that_do_not_go_together_are_refused(flags: Mapping[str, str], 
     with pytest.raises(ConfigError) as caught:
         load_settings(None, flags, {})
     assert str(caught.value) == sentence
+
+
+def test_an_admin_address_that_others_reach_is_refused_where_nothing_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"admin_listen is 0\.0\.0\.0:3001, which other machines reach"):
+        access(admin_listen="0.0.0.0:3001")
+    access(admin_listen="127.0.0.1:3001").close()
+    access(admin_listen="0.0.0.0:3001", allow_anonymous=True).close()
+    access(KEYS, admin_listen="0.0.0.0:3001").close()

@@ -24,6 +24,14 @@ SCHEMA = {"properties": {"a": {"type": "null"}, "b": {"enum": [1, "x"]}}, "requi
 SCHEMA_PATTERN = r'\{[ ]?"a"[ ]?:[ ]?null[ ]?,[ ]?"b"[ ]?:[ ]?(1|"x")[ ]?\}'
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of objects in objects."""
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 @pytest.fixture(scope="module")
 def loaded(tiny_model: Path) -> Loaded:
     return load(tiny_model, "float32")
@@ -68,6 +76,7 @@ def test_every_kind_of_grammar_becomes_the_expression_that_tgi_makes(grammar: di
             "cannot compile regex from schema: Unsupported type: strin",
         ),
         ({"properties": {"a": {"$ref": "#/nope"}}}, "cannot compile regex from schema: "),
+        (nested(200), "cannot compile regex from schema: "),
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_refused_in_tgis_words(value: Any, sentence: str) -> None:

@@ -60,7 +60,7 @@ def _of_schema(schema: Any) -> str:
         raise not_valid("Grammar must have a 'properties' field")
     try:
         pattern: str = build_regex_from_schema(json.dumps(schema))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # the latter for one that is nested too deeply
         raise invalid(f"cannot compile regex from schema: {_first_line(error)}") from None
     return pattern
 

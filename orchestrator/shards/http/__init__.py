@@ -8,6 +8,7 @@ transport.py   the same for httpx
 """
 
 from orchestrator.shards.http.connection import Connection
+from orchestrator.shards.http.deadline import Within
 from orchestrator.shards.http.errors import CannotConnect, ConnectionLost, HttpError, Malformed, PoolFull
 from orchestrator.shards.http.pool import Origin, Pool, message
 from orchestrator.shards.http.transport import PooledTransport
@@ -22,5 +23,6 @@ __all__ = [
     "Pool",
     "PoolFull",
     "PooledTransport",
+    "Within",
     "message",
 ]

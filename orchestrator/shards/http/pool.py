@@ -6,6 +6,7 @@ Taking and giving back cost the same whatever the number of connections.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -13,6 +14,9 @@ from urllib.parse import urlsplit
 from orchestrator.shards.http.connection import Connection
 from orchestrator.shards.http.deadline import Within
 from orchestrator.shards.http.errors import CannotConnect, ConnectionLost, PoolFull
+
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""No fault of the shard's: this process or machine has nothing left to connect with."""
 
 
 class Origin(NamedTuple):
@@ -131,6 +135,8 @@ class Pool:
         except TimeoutError:
             raise CannotConnect(f"{origin}: no connection within {connect_s:g} s.", late=True) from None
         except OSError as error:
+            if error.errno in _OURS:
+                raise PoolFull(f"No connection can be opened: {error.strerror}.") from None
             raise CannotConnect(f"{origin}: {error}") from None
         finally:
             self._connecting -= 1

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import httpx
@@ -104,6 +105,13 @@ class Line:
         """Everything until the other side closes."""
         return await asyncio.wait_for(self.reader.read(), PATIENCE_S)
 
+    async def closes_within(self, seconds: float) -> bool:
+        """Whether the other side closes; nothing may come meanwhile."""
+        try:
+            return await asyncio.wait_for(self.reader.read(1), seconds) == b""
+        except TimeoutError:
+            return False
+
     async def leave(self, *, reset: bool = False) -> None:
         if reset:
             linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
@@ -174,7 +182,7 @@ class OpenHouse(House):
 
 
 @asynccontextmanager
-async def open_house(**settings: Any) -> AsyncIterator[OpenHouse]:
+async def open_house(head_timeout_s: float = 30.0, **settings: Any) -> AsyncIterator[OpenHouse]:
     prefill = FakeShard("prefill-0", Role.PREFILL, limits=LIMITS)
     decode = FakeShard("decode-1", Role.DECODE, limits=LIMITS)
     queue, pool = CountingQueue(), Pool()
@@ -183,7 +191,7 @@ async def open_house(**settings: Any) -> AsyncIterator[OpenHouse]:
     servers = [InLoopServer(shard, lifespan="off") for shard in (prefill, decode)]
     prefill.url, decode.url = (server.url for server in servers)
     gateway = InLoopServer(app, lifespan="on")
-    gateway.config.http = ClientConnection
+    gateway.config.http = partial(ClientConnection, head_timeout_s=head_timeout_s)  # type: ignore[assignment]
     async with (
         all_listening(*servers, gateway),
         httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S, trust_env=False) as http,

@@ -268,6 +268,29 @@ async def test_silence_in_a_stream_is_filled_with_comments(house_of: Any, events
         assert len(events) - len(comments) == 5
 
 
+async def test_a_stream_that_is_not_silent_gets_no_comments(house_of: Any, events_of: Any) -> None:
+    async with house_of(keep_alive_s=0.2) as house:
+        house.decode.tokens = house.prefill.tokens = tuple("x" * 30)
+        gates = [house.decode.hold(Part.GET, token) for token in range(1, 30)]
+        received = b""
+        body = GENERATE | {"parameters": {"max_new_tokens": 30}}
+        async with house.http.stream("POST", "/generate_stream", json=body) as response:
+            opening = asyncio.create_task(open_one_by_one(gates, 0.03))
+            async for piece in response.aiter_raw():
+                received += piece
+            await opening
+        events = events_of(received)
+        # Thirty tokens over 0.9 s: four periods, none of them silent.
+        assert len(events) == 30
+        assert all(event.data is not None for event in events)
+
+
+async def open_one_by_one(gates: list[Any], pause_s: float) -> None:
+    for gate in gates:
+        await asyncio.sleep(pause_s)
+        gate.opened.set()
+
+
 async def test_queue_that_does_not_answer_the_end_does_not_hold_the_client(house: Any) -> None:
     never = asyncio.get_running_loop().create_future()
     house.queue.complete = lambda _: never
