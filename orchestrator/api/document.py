@@ -50,6 +50,7 @@ _TAGS = [
 _ERRORS = {
     401: "No API key or token, or one that is not known",
     404: "Served at another address only",
+    408: "The body did not come in time",
     413: "The body is larger than the gateway reads",
     422: "Not a request of this route, or one that TGI's validation refuses",
     424: "A shard refused or failed",
@@ -82,7 +83,7 @@ class Events(Response):
 
 def generation(body: type[BaseModel], answered: Mapping[str, Any]) -> dict[str, Any]:
     """How a route that generates is described; `answered` by media type."""
-    described = asked(body, answered, (401, 413, 422, 424, 429, 502, 503, 504))
+    described = asked(body, answered, (401, 408, 413, 422, 424, 429, 502, 503, 504))
     described["response_class"] = JSONResponse if JSON in answered else Events
     parameters = [
         {"name": name, "in": "header", "required": False, "description": text, "schema": schema}

@@ -14,7 +14,7 @@ from orchestrator.api.schemas import GenerateBody
 from orchestrator.core.shard import ShardState
 
 TAG = "Text Generation Inference"
-COUNTING_ERRORS = (413, 422, 424, 429, 503)
+COUNTING_ERRORS = (401, 408, 413, 422, 424, 429, 503)
 _TOKENS = {JSON: document.array(answers.SimpleToken)}
 _ANSWER = document.of(answers.GenerateResponse)
 _ARRAY = document.array(answers.GenerateResponse)
@@ -30,9 +30,7 @@ def routes(gateway: Gateway) -> APIRouter:
         "/tokenize",
         summary="Tokenize a prompt",
         operation_id="tokenize",
-        **document.asked(
-            GenerateBody, {JSON: document.array(answers.SimpleToken)}, (401, 429, *COUNTING_ERRORS)
-        ),
+        **document.asked(GenerateBody, {JSON: document.array(answers.SimpleToken)}, COUNTING_ERRORS),
     )
     async def tokenize(request: Request) -> Response:
         _, raw = jobs.parsed_generate(await read_body(request, gateway))
