@@ -38,6 +38,7 @@ TGI_ROUTES = {
     ("/v1/models", "get"),
     ("/tokenize", "post"),
     ("/chat_tokenize", "post"),
+    ("/chat_tokenize", "post"),
     ("/info", "get"),
     ("/health", "get"),
     ("/ping", "get"),
