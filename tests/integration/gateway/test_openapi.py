@@ -45,7 +45,7 @@ TGI_ROUTES = {
     ("/metrics", "get"),
 }
 
-KEYED = {(path, method) for path, method in TGI_ROUTES if method == "post"} - {("/chat_tokenize", "post")}
+KEYED = {(path, method) for path, method in TGI_ROUTES if method == "post"}
 KEYED |= {("/metrics", "get")}
 
 
