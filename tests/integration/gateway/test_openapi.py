@@ -38,7 +38,6 @@ TGI_ROUTES = {
     ("/v1/models", "get"),
     ("/tokenize", "post"),
     ("/chat_tokenize", "post"),
-    ("/chat_tokenize", "post"),
     ("/info", "get"),
     ("/health", "get"),
     ("/ping", "get"),
