@@ -63,6 +63,8 @@ class Conductor:
         )
         self._pending = Pending()
         self._books = Books({})
+        self._books_stand = False
+        """They were read in the last pass, after its commits."""
         self._ended: Counter[str] = Counter()
         self._stopping = asyncio.Event()
 
@@ -185,23 +187,32 @@ class Conductor:
             try:
                 if term != self._queue.leader:
                     term = self._queue.leader
+                    self._books_stand = False
                     self._pending.clear()
                     self._pending.add(await self._queue.claim(everything=True))
                     more = len(self._pending) > 0
                 arrived = await self._queue.read(block=not more)
                 self._ended.update(str(completion.outcome) for completion in arrived.completions)
+                # Nobody waited and nothing ended: there can only be less room than the books say, if any.
+                at_once = self._books_stand and not len(self._pending) and not arrived.completions
                 self._pending.add(arrived.tickets)
-                more = await self._decide()
+                more = await self._decide(at_once=at_once and len(self._pending) > 0)
             except Unreachable as error:
                 log.warning("scheduling_paused", error=str(error))
                 term = ""
                 await asyncio.sleep(self._pace.poll_s)
 
-    async def _decide(self) -> bool:
-        """One pass over the queue; True when another one can bring more at once."""
-        heads = list(islice(self._pending, HEADS))
-        self._books = books = await self._queue.books(heads)
-        self._pending.forget(books.gone)
+    async def _decide(self, *, at_once: bool) -> bool:
+        """One pass over the queue; True when another one can bring more at once.
+
+        `at_once`: on the books as they stand, which saves new tickets a round trip; Redis refuses what no
+        longer fits.
+        """
+        self._books_stand = False
+        if not at_once:
+            self._books = await self._queue.books(list(islice(self._pending, HEADS)))
+            self._pending.forget(self._books.gone)
+        books = self._books
         shards = self._shards(books)
         decided = list(islice(first_come(self._pending, shards, mode=books.mode), PASS_MOST))
         done = await self._commit(
@@ -213,11 +224,16 @@ class Conductor:
                 done.append(ticket.handle)
                 log.info("ticket_refused", handle=ticket.handle, reason=one.reason)
         self._pending.forget(done)
+        self._books_stand = True
+        if at_once:
+            return len(self._pending) > 0
         return bool(books.gone) or (bool(done) and len(decided) == PASS_MOST)
 
     async def _commit(self, commits: Sequence[Commit]) -> list[str]:
-        """Handles that need no further decision."""
-        results = await self._queue.commit(commits)
+        """Handles that need no further decision; the books are those after it."""
+        if not commits:
+            return []
+        results, self._books = await self._queue.commit_and_read(commits)
         return [one.ticket.handle for one, result in zip(commits, results, strict=True) if result in DECIDED]
 
     def _shards(self, books: Books) -> list[ShardView]:

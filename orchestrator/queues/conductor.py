@@ -6,14 +6,12 @@ another conductor leads, and the caller gets `Deposed`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self
 
 import structlog
-from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from orchestrator.core.pending import Place
 from orchestrator.core.routing import Mode, Refuse
@@ -22,9 +20,11 @@ from orchestrator.core.snapshot import Reserved
 from orchestrator.core.ticket import Completion, Grant, ShardView, Ticket
 from orchestrator.errors import OrchestratorError, Unreachable
 from orchestrator.queues import calls, wire
+from orchestrator.queues.address import Command
 from orchestrator.queues.calls import Timings
-from orchestrator.queues.link import BATCH, ScriptRunner, answered, connect
-from orchestrator.queues.scripts import BODY, GROUP, PARTS, Keys
+from orchestrator.queues.link import ScriptRunner
+from orchestrator.queues.resp import ATTEMPTS, Refused, RespClient
+from orchestrator.queues.scripts import GROUP, PARTS, Keys
 from orchestrator.queues.table import read_mode
 from tgi_patches.contract import checked_part, new_epoch
 
@@ -70,18 +70,17 @@ class Commit:
 
 
 class ConductorQueue:
-    """One conductor's connection.  `leader` is empty while it does not lead."""
+    """One conductor's connections: what waits has its own.  `leader` is empty while it does not lead."""
 
     def __init__(
-        self, redis: str | Redis, deployment: str, conductor_id: str, *, timings: Timings | None = None
+        self, redis_url: str, deployment: str, conductor_id: str, *, timings: Timings | None = None
     ) -> None:
         self.conductor = checked_part(f"{conductor_id}.{new_epoch()}", "conductor name")
         self.timings = timings or Timings()
         self.leader = ""
-        self._client = connect(redis, self.timings)
-        self._owns_client = not isinstance(redis, Redis)
         self._keys = Keys(checked_part(deployment, "deployment name"))
-        self._runner = ScriptRunner(self._client, self._keys, self.timings)
+        self._runner = ScriptRunner(redis_url, self._keys, self.timings)
+        self._reader = RespClient(redis_url, deadline_s=self.timings.deadline_s)
         self._seen: list[str] = []
         """Completions that were read and not yet acknowledged."""
 
@@ -95,7 +94,7 @@ class ConductorQueue:
     async def start(self) -> None:
         """Raises Unreachable without Redis, ConfigError for a foreign schema."""
         try:
-            await self._runner.enter()
+            await self._runner.start()
         except OrchestratorError:
             await self.aclose()
             raise
@@ -104,48 +103,47 @@ class ConductorQueue:
         """Give up the lead, so that a standby takes over at once."""
         if self.leader:
             try:
-                await self._runner.one(calls.resign(self._keys, self.leader))
+                await self._runner.send(calls.resign(self._keys, self.leader))
             except Unreachable as error:
                 log.warning("resign_failed", error=str(error))
             self.leader = ""
-        if self._owns_client:
-            await self._client.aclose()
+        await self._runner.aclose()
+        await self._reader.aclose()
 
     # --- leading --------------------------------------------------------------------------------
 
     async def lead(self) -> bool:
         """Take the lead or keep it.  A new `leader` value is a new term: pending tickets must be claimed."""
-        self.leader = await self._runner.one(calls.lead(self._keys, self.conductor, self.timings))
+        self.leader = await self._runner.send(calls.lead(self._keys, self.conductor, self.timings))
         return bool(self.leader)
 
     async def publish(self, shards: Sequence[Watched], problems: Mapping[str, str] | None = None) -> None:
         """The whole registry; what is not in it is removed."""
         call = calls.publish(self._keys, self._term(), shards, problems or {}, self.timings)
-        self._check(await self._runner.one(call))
+        self._check(await self._runner.send(call))
 
     async def retire(self, shard: str, epoch: int) -> None:
         """Drop what is reserved on an incarnation that is gone; its leases then free nothing there."""
         name = wire.incarnation(shard, epoch)
         fields = [f"{name}|{part}" for part in PARTS]
-        await self._redis(lambda: self._client.hdel(self._keys.reserved, *fields))
+        await self._runner.client.send("HDEL", self._keys.reserved, *fields)
 
     async def reap(self) -> int:
         """End the requests of gateways whose heartbeat stopped; how many."""
-        return int(await self._runner.one(calls.reap(self._keys)))
+        return int(await self._runner.send(calls.reap(self._keys)))
 
     async def set_mode(self, mode: Mode) -> None:
-        await self._redis(lambda: self._client.set(self._keys.mode, wire.encode(mode)))
+        await self._runner.client.send("SET", self._keys.mode, wire.encode(mode))
 
     # --- tickets --------------------------------------------------------------------------------
 
     async def read(self, *, block: bool) -> Arrived:
         """New tickets and ends; waits up to `block_s` for the first one if `block`."""
-        wait_ms = max(1, calls.ms(self.timings.block_s)) if block else None
-        streams: Any = {self._keys.tickets: ">", self._keys.completions: ">"}
+        waiting = ("BLOCK", max(1, calls.ms(self.timings.block_s))) if block else ()
+        streams = ("STREAMS", self._keys.tickets, self._keys.completions, ">", ">")
         # One attempt: what a lost answer delivered is pending under our name, and `claim` finds it.
-        found = await self._redis(
-            lambda: self._client.xreadgroup(GROUP, self.conductor, streams, count=READ_MOST, block=wait_ms),
-            attempts=1,
+        found = await self._in_group(
+            ("XREADGROUP", "GROUP", GROUP, self.conductor, "COUNT", READ_MOST, *waiting, *streams), attempts=1
         )
         arrived = Arrived()
         for stream, entries in found or ():
@@ -163,7 +161,8 @@ class ConductorQueue:
         claimed: dict[Place, Ticket] = {}
         cursor = ""
         while cursor != "0-0":
-            cursor, entries, *_ = await self._redis(partial(self._autoclaim, cursor or "0-0"))
+            command = ("XAUTOCLAIM", self._keys.tickets, GROUP, self.conductor, 0, cursor or "0-0")
+            cursor, entries, *_ = await self._in_group((*command, "COUNT", READ_MOST))
             claimed.update(await self._tickets(entries))
         return claimed
 
@@ -172,46 +171,40 @@ class ConductorQueue:
 
         Also acknowledges the ends that were read.
         """
-        seen, self._seen = self._seen, []
-
-        async def read() -> Any:
-            pipe = self._client.pipeline(transaction=False)
-            pipe.hgetall(self._keys.reserved)
-            pipe.get(self._keys.mode)
-            for ticket in heads:
-                pipe.hexists(self._keys.queued(ticket.gateway), ticket.handle)
-            if seen:
-                pipe.xack(self._keys.completions, GROUP, *seen)
-            return await pipe.execute()
-
-        reserved, mode, *known = await self._redis(read)
-        return Books(
-            reserved={name: int(value) for name, value in reserved.items()},
-            mode=read_mode(mode or ""),
-            gone=frozenset(t.handle for t, queued in zip(heads, known, strict=False) if not queued),
-        )
+        reserved, mode, *known = await self._runner.client.all(self._reading(heads))
+        return _books(reserved, mode, heads, known)
 
     async def commit(self, commits: Sequence[Commit]) -> list[str]:
         """Results in order: `granted`, `duplicate`, `gone` (decided or withdrawn), `silent` (its gateway),
         `full`, `stale` (the shard changed), `settling`.  Raises Deposed."""
-        leader, results = self._term(), list[str]()
-        for start in range(0, len(commits), BATCH):
-            batch = [
-                calls.commit(self._keys, leader, one.ticket, one.grant, one.shards, self.timings)
-                for one in commits[start : start + BATCH]
-            ]
-            for reply in await self._runner.run(batch):
-                if isinstance(reply, Unreachable):
-                    raise reply
-                results.append(self._check(reply[0]))
-        return results
+        return await self._results(self._send(commits))
+
+    async def commit_and_read(self, commits: Sequence[Commit]) -> tuple[list[str], Books]:
+        """The same, and the books as they are after it, in the same round trip."""
+        sent = self._send(commits)
+        reading = [self._runner.client.send(*command) for command in self._reading(())]
+        results = await self._results(sent)
+        reserved, mode, *_ = [await reply for reply in reading]
+        return results, _books(reserved, mode)
 
     async def refuse(self, ticket: Ticket, refused: Refuse) -> None:
         """Answer a ticket that no shard could ever serve."""
         refusal = wire.Refusal(ticket.handle, refused)
-        self._check(await self._runner.one(calls.refuse(self._keys, self._term(), ticket, refusal)))
+        self._check(await self._runner.send(calls.refuse(self._keys, self._term(), ticket, refusal)))
 
     # --- Redis ----------------------------------------------------------------------------------
+
+    def _send(self, commits: Sequence[Commit]) -> list[asyncio.Future[Any]]:
+        leader = self._term()
+        return [
+            self._runner.send(
+                calls.commit(self._keys, leader, one.ticket, one.grant, one.shards, self.timings)
+            )
+            for one in commits
+        ]
+
+    async def _results(self, sent: Sequence[asyncio.Future[Any]]) -> list[str]:
+        return [self._check((await reply)[0]) for reply in sent]
 
     def _term(self) -> str:
         """The leader value to act under: an empty one would pass for a gateway's own decision."""
@@ -224,58 +217,64 @@ class ConductorQueue:
             raise Deposed("Another conductor leads.")
         return result
 
-    async def _others_hold(self) -> bool:
-        summary: Any = await self._redis(lambda: self._client.xpending(self._keys.tickets, GROUP))
-        return any(consumer["name"] != self.conductor for consumer in summary["consumers"])
+    def _reading(self, heads: Sequence[Ticket]) -> list[Command]:
+        commands: list[Command] = [("HGETALL", self._keys.reserved), ("GET", self._keys.mode)]
+        commands += [("HEXISTS", self._keys.queued(ticket.gateway), ticket.handle) for ticket in heads]
+        if self._seen:
+            commands.append(("XACK", self._keys.completions, GROUP, *self._seen))
+            self._seen = []
+        return commands
 
-    def _autoclaim(self, cursor: str) -> Awaitable[Any]:
-        return self._client.xautoclaim(
-            self._keys.tickets, GROUP, self.conductor, min_idle_time=0, start_id=cursor, count=READ_MOST
-        )
+    async def _others_hold(self) -> bool:
+        *_, consumers = await self._in_group(("XPENDING", self._keys.tickets, GROUP))
+        return any(name != self.conductor for name, _ in consumers or ())
 
     async def _tickets(
-        self, entries: Sequence[tuple[str | None, dict[str, str] | None]]
+        self, entries: Sequence[tuple[str | None, list[str] | None] | None]
     ) -> dict[Place, Ticket]:
         """By place in the stream; what cannot be read is logged and removed."""
         found: dict[Place, Ticket] = {}
-        for entry_id, fields in entries:
+        for entry_id, fields in filter(None, entries):
             if entry_id is None or fields is None:
                 continue  # deleted while it was pending: Redis 6.2 still lists it
             try:
-                found[_place(entry_id)] = wire.ticket(fields.get(BODY, ""))
+                found[_place(entry_id)] = wire.ticket(wire.body(fields))
             except wire.WireError as error:
                 log.warning("ticket_unreadable", entry=entry_id, error=str(error))
                 await self._discard(entry_id)
         return found
 
     async def _discard(self, entry_id: str) -> None:
-        async def both() -> Any:
-            pipe = self._client.pipeline(transaction=False)
-            pipe.xack(self._keys.tickets, GROUP, entry_id)
-            pipe.xdel(self._keys.tickets, entry_id)
-            return await pipe.execute()
+        stream = self._keys.tickets
+        await self._runner.client.all([("XACK", stream, GROUP, entry_id), ("XDEL", stream, entry_id)])
 
-        await self._redis(both)
-
-    async def _redis(self, attempt: Callable[[], Awaitable[Any]], *, attempts: int = 2) -> Any:
-        """A plain command; makes the consumer groups where Redis does not know them (yet, or any more)."""
-        for again in (True, False):
-            try:
-                return await answered(self.timings.deadline_s, attempt, attempts=attempts)
-            except ResponseError as error:
-                if not (again and "NOGROUP" in str(error)):
-                    raise Unreachable(f"Redis refused a command: {error}") from None
-                await self._make_groups()
-        raise AssertionError("the second attempt returned or raised")
+    async def _in_group(self, command: Command, *, attempts: int = ATTEMPTS) -> Any:
+        """The reply; makes the consumer groups where Redis does not know them (yet, or any more)."""
+        try:
+            return await self._reader.send(*command, attempts=attempts)
+        except Refused as error:
+            if "NOGROUP" not in error.reply:
+                raise
+        await self._make_groups()
+        return await self._reader.send(*command, attempts=attempts)
 
     async def _make_groups(self) -> None:
         for stream in (self._keys.tickets, self._keys.completions):
-            make = partial(self._client.xgroup_create, stream, GROUP, id="0", mkstream=True)
             try:
-                await answered(self.timings.deadline_s, make)
-            except ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise Unreachable(f"Redis refused a command: {error}") from None
+                await self._reader.send("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM")
+            except Refused as error:
+                if "BUSYGROUP" not in error.reply:
+                    raise
+
+
+def _books(
+    reserved: list[str], mode: str | None, heads: Sequence[Ticket] = (), known: Sequence[int] = ()
+) -> Books:
+    return Books(
+        reserved=wire.counters(reserved),
+        mode=read_mode(mode or ""),
+        gone=frozenset(t.handle for t, queued in zip(heads, known, strict=False) if not queued),
+    )
 
 
 def _place(entry_id: str) -> Place:
@@ -283,11 +282,11 @@ def _place(entry_id: str) -> Place:
     return int(milliseconds), int(count)
 
 
-def _readable(entries: Sequence[tuple[str, dict[str, str]]], decode: Callable[[str], Any]) -> list[Any]:
+def _readable(entries: Sequence[tuple[str, list[str]]], decode: Callable[[str], Any]) -> list[Any]:
     found = []
     for entry_id, fields in entries:
         try:
-            found.append(decode(fields.get(BODY, "")))
+            found.append(decode(wire.body(fields)))
         except wire.WireError as error:
             log.warning("completion_unreadable", entry=entry_id, error=str(error))
     return found

@@ -2,7 +2,8 @@
 
 Redis is called a fixed number of times per request: a ticket, a read that brings grants, an end.
 Without an answer the gateway decides for itself; without Redis it serves from its last shard table with
-half of the capacity, and says so.  One ordered writer: a withdrawal always follows what it races with.
+half of the capacity, and says so.  Calls reach Redis in the order in which they are made: a withdrawal
+always follows what it races with.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 import structlog
-from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from orchestrator.core.routing import Mode, Refuse, decide, first_come
 from orchestrator.core.ticket import Completion, Grant, Outcome, ShardView, Ticket
 from orchestrator.errors import OrchestratorError, Unavailable, Unreachable
 from orchestrator.queues import calls, wire
 from orchestrator.queues.calls import Call, Timings
-from orchestrator.queues.link import BATCH, OrderedWriter, ScriptRunner, answered, connect, unless_cancelled
+from orchestrator.queues.link import BATCH, ScriptRunner, unless_cancelled
 from orchestrator.queues.open import (
     OpenRequest,
     OpenRequests,
@@ -31,11 +30,15 @@ from orchestrator.queues.open import (
     queue_full,
     too_late,
 )
-from orchestrator.queues.scripts import BODY, Keys
+from orchestrator.queues.resp import RespClient
+from orchestrator.queues.scripts import Keys
 from orchestrator.queues.table import Table, conservative
 from tgi_patches.contract import checked_part, new_epoch
 
 log = structlog.get_logger()
+
+READ_MOST = 512
+"""Answers per read."""
 
 
 class GatewayQueue:
@@ -43,7 +46,7 @@ class GatewayQueue:
 
     def __init__(
         self,
-        redis: str | Redis,
+        redis_url: str,
         deployment: str,
         gateway_id: str,
         *,
@@ -53,11 +56,9 @@ class GatewayQueue:
     ) -> None:
         self.gateway = checked_part(f"{gateway_id}.{new_epoch()}", "gateway name")
         self._timings = timings or Timings()
-        self._client = connect(redis, self._timings)
-        self._owns_client = not isinstance(redis, Redis)
         self._keys = Keys(checked_part(deployment, "deployment name"))
-        self._runner = ScriptRunner(self._client, self._keys, self._timings)
-        self._writer = OrderedWriter(self._runner)
+        self._runner = ScriptRunner(redis_url, self._keys, self._timings)
+        self._grants = RespClient(redis_url, deadline_s=self._timings.deadline_s)
         self._queue_size = queue_size
         self._now = now
         self._requests = OpenRequests()
@@ -100,9 +101,9 @@ class GatewayQueue:
 
     async def start(self) -> None:
         try:
-            await self._runner.enter()
-            await self._runner.one(self._heartbeat())
-            self._table = Table.parse(await self._runner.one(calls.table(self._keys)))
+            await self._runner.start()
+            await self._runner.send(self._heartbeat())
+            self._table = Table.parse(await self._runner.send(calls.table(self._keys)))
         except OrchestratorError:
             await self.aclose()
             raise
@@ -114,16 +115,15 @@ class GatewayQueue:
         self._requests.drop_all(closed)
         if self._task is not None:
             if self._lost is None:
-                await asyncio.wait([self._writer.send(self._heartbeat())], timeout=self._timings.deadline_s)
+                await asyncio.wait([self._runner.send(self._heartbeat())], timeout=self._timings.deadline_s)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._owns_client:
-            await self._client.aclose()
+        await self._runner.aclose()
+        await self._grants.aclose()
 
     async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._writer.run())
                 group.create_task(self._keep_alive())
                 group.create_task(self._read_answers())
                 group.create_task(self._decide_late_ones())
@@ -183,7 +183,7 @@ class GatewayQueue:
     def _announce(self, request: OpenRequest) -> None:
         """Put the ticket into Redis; without Redis only the local bound holds."""
         if self._lost is None:
-            reply = self._writer.send(self._submission(request))
+            reply = self._runner.send(self._submission(request))
             reply.add_done_callback(lambda reply: self._announced(request, self._replied(reply)))
         else:
             self._announced(request, None)
@@ -216,7 +216,7 @@ class GatewayQueue:
         self._wake.set()
         if self._lost is not None:
             return None
-        return self._writer.send(calls.complete(self._keys, self.gateway, completion))
+        return self._runner.send(calls.complete(self._keys, self.gateway, completion))
 
     async def _heard(self, reply: asyncio.Future[Any]) -> Any:
         """The reply of a call, or None and the knowledge that Redis is gone."""
@@ -233,11 +233,11 @@ class GatewayQueue:
             unless_cancelled()
             await asyncio.sleep(self._timings.heartbeat_s)
             try:
-                missing = await self._writer.send(self._heartbeat())
-                await asyncio.gather(*(self._writer.send(call) for call in self._restorations(missing)))
+                missing = await self._runner.send(self._heartbeat())
+                await asyncio.gather(*(self._runner.send(call) for call in self._restorations(missing)))
                 await self._read_table()
                 if not self._table.leader:
-                    await self._writer.send(calls.reap(self._keys))
+                    await self._runner.send(calls.reap(self._keys))
             except Unreachable as error:
                 self._lose(error)
             else:
@@ -245,22 +245,19 @@ class GatewayQueue:
 
     async def _read_answers(self) -> None:
         """Grants and refusals, as they come."""
-        stream = self._keys.grants(self.gateway)
         block_ms = max(1, calls.ms(self._timings.block_s))
+        wait = ("XREAD", "COUNT", READ_MOST, "BLOCK", block_ms, "STREAMS", self._keys.grants(self.gateway))
         while True:
             unless_cancelled()
             try:
-                found: Any = await answered(
-                    self._timings.deadline_s,
-                    lambda: self._client.xread({stream: self._read_to}, count=512, block=block_ms),
-                )
-            except (Unreachable, ResponseError) as error:
+                found = await self._grants.send(*wait, self._read_to)
+            except Unreachable as error:
                 self._lose(error)
                 await asyncio.sleep(self._timings.heartbeat_s)
                 continue
             for _, entries in found or ():
                 for self._read_to, fields in entries:
-                    self._take(fields.get(BODY, ""))
+                    self._take(wire.body(fields))
 
     def _take(self, text: str) -> None:
         try:
@@ -278,7 +275,7 @@ class GatewayQueue:
             self._requests.settle(request.ticket, answer)
         elif request.grant != answer:
             # Decided here without Redis, and by a conductor from the ticket that survived: ours is served.
-            self._writer.send(calls.restore(self._keys, self.gateway, request.grant))
+            self._runner.send(calls.restore(self._keys, self.gateway, request.grant))
 
     async def _decide_late_ones(self) -> None:
         """The gateway's own decisions; one pass at a time, in order."""
@@ -326,7 +323,7 @@ class GatewayQueue:
                 self._refuse(ticket, decision)
             else:
                 commit = calls.commit(self._keys, "", ticket, decision, shards, self._timings)
-                sent.append((ticket, self._writer.send(commit)))
+                sent.append((ticket, self._runner.send(commit)))
         for ticket, reply in sent:
             result, lease = await self._heard(reply) or ("lost", "")
             if result in ("granted", "duplicate"):
@@ -350,7 +347,7 @@ class GatewayQueue:
     # --- Redis ----------------------------------------------------------------------------------
 
     async def _read_table(self) -> None:
-        self._table = Table.parse(await self._writer.send(calls.table(self._keys)), self._table)
+        self._table = Table.parse(await self._runner.send(calls.table(self._keys)), self._table)
 
     def _heartbeat(self) -> Call:
         granted = [grant.handle for grant in self._requests.grants()]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import orjson
 
 from orchestrator.core.routing import Mode, Refuse
 from orchestrator.core.ticket import Choice, Completion, Grant, Leg, Outcome, ShardView, Ticket
+from orchestrator.queues.scripts import BODY
 from tgi_patches.contract import Fingerprint, Limits, Role
 
 T = TypeVar("T")
@@ -20,23 +23,29 @@ class WireError(ValueError):
 
 def encode(fact: Any) -> str:
     """Compact JSON of a dataclass, nested ones included."""
-    return json.dumps(_fields(fact), default=_fields, separators=(",", ":"))
+    return orjson.dumps(fact).decode()
 
 
-def _fields(fact: Any) -> dict[str, Any]:
-    return {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
+def body(fields: Sequence[str]) -> str:
+    """The JSON of a stream entry, given as Redis' flat field, value list; empty where there is none."""
+    return next((value for name, value in zip(fields[::2], fields[1::2], strict=False) if name == BODY), "")
 
 
 def _decoded(text: str, build: Callable[[Mapping[str, Any]], T]) -> T:
     try:
-        return build(json.loads(text))
+        return build(orjson.loads(text))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WireError(f"An entry in Redis cannot be read: {error}") from None
 
 
+@functools.cache
+def _names(kind: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(kind))
+
+
 def _known(kind: type[Any], raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that this version knows: the next one may add some."""
-    names = {field.name for field in dataclasses.fields(kind)}
+    names = _names(kind)  # type: ignore[arg-type]  # mypy: a type of Any is not hashable
     return {name: value for name, value in raw.items() if name in names}
 
 

@@ -102,7 +102,7 @@ async def test_the_lease_is_for_the_grant_that_is_served(world: World, until: Un
     ticket = world.shards.ticket(queue)
     served = await queue.submit(ticket)
     other = replace(served, decode=Leg("d9", 1, "http://d9"), kv_tokens=176)
-    await conductor._runner.one(calls.restore(world.keys, queue.gateway, other))
+    await conductor._runner.send(calls.restore(world.keys, queue.gateway, other))
     assert (await world.reserved())["d9.1|kv"] == 176
     await world.redis.xadd(world.keys.grants(queue.gateway), {"b": wire.encode(other)})
     await until(lambda: _reserves_one(world))
