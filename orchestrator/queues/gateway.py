@@ -65,6 +65,8 @@ class GatewayQueue:
         self._table = Table()
         self._lost: str | None = None
         self._wake = asyncio.Event()
+        self._timed = False
+        """The loop that `_wake` wakes will look by itself when the oldest request has waited too long."""
         self._read_to = "0-0"
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -197,7 +199,7 @@ class GatewayQueue:
             self._end(Completion(request.ticket.handle, Outcome.CANCELLED))
             return
         request.announced = True
-        self._wake.set()
+        self._stir()
 
     def _replied(self, reply: asyncio.Future[Any]) -> Any:
         """What Redis said to a call, or None and the knowledge that it is gone."""
@@ -213,7 +215,7 @@ class GatewayQueue:
     def _end(self, completion: Completion) -> asyncio.Future[Any] | None:
         """Forget the request here at once and in Redis in order; without Redis a later heartbeat does it."""
         self._requests.forget(completion.handle)
-        self._wake.set()
+        self._stir()
         if self._lost is not None:
             return None
         return self._runner.send(calls.complete(self._keys, self.gateway, completion))
@@ -282,10 +284,13 @@ class GatewayQueue:
         while True:
             unless_cancelled()
             try:
-                async with asyncio.timeout(self._pause_s()):
+                pause_s = self._pause_s()
+                self._timed = pause_s is not None
+                async with asyncio.timeout(pause_s):
                     await self._wake.wait()
             except TimeoutError:
                 pass
+            self._timed = False
             self._wake.clear()
             if self._due() and self._lost is None:
                 await self.refresh()
@@ -295,6 +300,14 @@ class GatewayQueue:
                 await self._decide_together(due)
             elif due:
                 self._decide_locally(due)
+
+    def _stir(self) -> None:
+        """A request came or went: look at once, unless a conductor leads and nobody waits for too long."""
+        if self._timed and self._lost is None and self._table.leader:
+            age_s = self._requests.oldest_age_s()
+            if age_s is None or age_s < self._timings.own_decision_s:
+                return
+        self._wake.set()
 
     def _due(self) -> list[Ticket]:
         """What this gateway decides itself now, by turn where nobody else decides.
