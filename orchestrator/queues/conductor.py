@@ -140,11 +140,10 @@ class ConductorQueue:
     async def read(self, *, block: bool) -> Arrived:
         """New tickets and ends; waits up to `block_s` for the first one if `block`."""
         waiting = ("BLOCK", max(1, calls.ms(self.timings.block_s))) if block else ()
+        group = ("XREADGROUP", "GROUP", GROUP, self.conductor, "COUNT", READ_MOST, *waiting)
         streams = ("STREAMS", self._keys.tickets, self._keys.completions, ">", ">")
         # One attempt: what a lost answer delivered is pending under our name, and `claim` finds it.
-        found = await self._in_group(
-            ("XREADGROUP", "GROUP", GROUP, self.conductor, "COUNT", READ_MOST, *waiting, *streams), attempts=1
-        )
+        found = await self._in_group(self._reader, (*group, *streams), attempts=1)
         arrived = Arrived()
         for stream, entries in found or ():
             if stream == self._keys.tickets:
@@ -162,7 +161,7 @@ class ConductorQueue:
         cursor = ""
         while cursor != "0-0":
             command = ("XAUTOCLAIM", self._keys.tickets, GROUP, self.conductor, 0, cursor or "0-0")
-            cursor, entries, *_ = await self._in_group((*command, "COUNT", READ_MOST))
+            cursor, entries, *_ = await self._in_group(self._runner.client, (*command, "COUNT", READ_MOST))
             claimed.update(await self._tickets(entries))
         return claimed
 
@@ -226,7 +225,8 @@ class ConductorQueue:
         return commands
 
     async def _others_hold(self) -> bool:
-        *_, consumers = await self._in_group(("XPENDING", self._keys.tickets, GROUP))
+        summary = await self._in_group(self._runner.client, ("XPENDING", self._keys.tickets, GROUP))
+        *_, consumers = summary
         return any(name != self.conductor for name, _ in consumers or ())
 
     async def _tickets(
@@ -248,20 +248,20 @@ class ConductorQueue:
         stream = self._keys.tickets
         await self._runner.client.all([("XACK", stream, GROUP, entry_id), ("XDEL", stream, entry_id)])
 
-    async def _in_group(self, command: Command, *, attempts: int = ATTEMPTS) -> Any:
+    async def _in_group(self, client: RespClient, command: Command, *, attempts: int = ATTEMPTS) -> Any:
         """The reply; makes the consumer groups where Redis does not know them (yet, or any more)."""
         try:
-            return await self._reader.send(*command, attempts=attempts)
+            return await client.send(*command, attempts=attempts)
         except Refused as error:
             if "NOGROUP" not in error.reply:
                 raise
         await self._make_groups()
-        return await self._reader.send(*command, attempts=attempts)
+        return await client.send(*command, attempts=attempts)
 
     async def _make_groups(self) -> None:
         for stream in (self._keys.tickets, self._keys.completions):
             try:
-                await self._reader.send("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM")
+                await self._runner.client.send("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM")
             except Refused as error:
                 if "BUSYGROUP" not in error.reply:
                     raise

@@ -19,6 +19,9 @@ from orchestrator.queues.scripts import ALL, ENTER, SCHEMA_VERSION, Keys
 BATCH = 64
 """Own decisions per pass: their replies are awaited together, so all must fit into the deadline."""
 
+PASSING = ("LOADING", "BUSY", "MASTERDOWN", "ERR max number of clients")
+"""How error replies begin that say nothing of what this Redis can do."""
+
 
 def unless_cancelled() -> None:
     """At the top of an endless loop: raises CancelledError if this task was told to end and did not hear.
@@ -64,10 +67,10 @@ class ScriptRunner:
         try:
             *_, found = await say([*load, enter])
         except Refused as error:
-            if error.reply.startswith("LOADING"):
+            if error.reply.startswith(PASSING):
                 raise
-            reason = error.reply
-            raise ConfigError(f"This Redis cannot be used (6.2 or later is needed): {reason}") from None
+            reason = error.reply.rstrip(".")
+            raise ConfigError(f"This Redis, which must be 6.2 or later, cannot be used: {reason}.") from None
         if found != SCHEMA_VERSION:
             raise ConfigError(
                 f"Redis holds deployment {self._keys.deployment!r} in schema {found} and this version needs "

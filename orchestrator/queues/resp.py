@@ -113,7 +113,8 @@ class _Connection(asyncio.Protocol):
             # RESP2 knows no booleans: False is an incomplete reply.
             while (reply := reader.gets()) is not False:
                 if not unanswered:
-                    self.end("a reply came to nothing that was asked")
+                    unasked = "a reply came to nothing that was asked"
+                    self.end(reply.reply if isinstance(reply, Refused) else unasked)
                 elif isinstance(reply, Refused) and reply.reply.startswith("NOSCRIPT"):
                     self.end("it forgot the scripts")
                 else:

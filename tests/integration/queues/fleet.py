@@ -54,10 +54,15 @@ class Fleet:
 
 @asynccontextmanager
 async def running(
-    world: World, fleet: Fleet, name: str = "c", launcher: Launcher | None = None, **options: Any
+    world: World,
+    fleet: Fleet,
+    name: str = "c",
+    launcher: Launcher | None = None,
+    timings: Timings | None = None,
+    **options: Any,
 ) -> AsyncIterator[Conductor]:
     """Stopped in order at the end; `launcher` is the fleet's own unless given."""
-    queue = await world.conductor(name)
+    queue = await world.conductor(name, **({} if timings is None else {"timings": timings}))
     settings = {"rules": RULES, "pace": PACE} | options
     conductor = Conductor(queue, launcher or fleet.launcher, SPECS, fleet.probe, **settings)
     task = asyncio.create_task(conductor.run())
