@@ -60,16 +60,14 @@ class _Connection(asyncio.Protocol):
     def __init__(self, deadline_s: float, lost: Callable[[_Connection, str], None]) -> None:
         self.unanswered: deque[_Call] = deque()
         self.closed = asyncio.Event()
+        self.why = ""
+        """Why it ended; empty before."""
         self._deadline_s = deadline_s
-        self._lost: Callable[[_Connection, str], None] | None = lost
+        self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reader = hiredis.Reader(encoding="utf-8", errors="replace", replyError=Refused)
-
-    @property
-    def ended(self) -> bool:
-        return self._lost is None
 
     def write(self, calls: Sequence[_Call]) -> None:
         """All in one write.  Nothing can be written to one that has ended."""
@@ -86,9 +84,9 @@ class _Connection(asyncio.Protocol):
             self._timer = None
         if self._transport is not None:
             self._transport.abort()
-        if self._lost is not None:
-            lost, self._lost = self._lost, None
-            lost(self, why)
+        if not self.why:
+            self.why = why
+            self._lost(self, why)
 
     def _watch(self) -> None:
         """One timer for all: it goes on to the oldest call, which is the first one due."""
@@ -119,7 +117,7 @@ class _Connection(asyncio.Protocol):
                     self.end("it forgot the scripts")
                 else:
                     unanswered.popleft().answer(reply)
-                if self._lost is None:
+                if self.why:
                     return
         except hiredis.ProtocolError as error:
             self.end(f"what came is no reply ({error})")
@@ -219,8 +217,8 @@ class RespClient:
             async with asyncio.timeout(self._deadline_s):
                 made = await self._address.connect(lambda: _Connection(self._deadline_s, self._broken))
                 await self._begin(made)
-            if made.ended:
-                raise _unreachable("it closed the connection")
+            if made.why:
+                raise _unreachable(made.why)
         except BaseException as error:
             if made is not None:
                 made.end("not greeted")
