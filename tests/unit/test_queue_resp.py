@@ -34,8 +34,14 @@ class Scripted:
     def __init__(self, answer: Answer, piece_bytes: int = 1 << 20) -> None:
         self.heard: list[list[list[str]]] = []
         self.url = ""
+        self._came = asyncio.Event()
         self._answer = answer
         self._piece_bytes = piece_bytes
+
+    async def has_heard(self, commands: int) -> None:
+        while sum(map(len, self.heard)) < commands:
+            self._came.clear()
+            await self._came.wait()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number, parser = len(self.heard), hiredis.Reader(encoding="utf-8")
@@ -45,6 +51,7 @@ class Scripted:
                 parser.feed(data)
                 while (command := parser.gets()) is not False:
                     self.heard[number].append(command)
+                    self._came.set()
                     reply = self._answer(number, command)
                     if reply is None:
                         return
@@ -177,8 +184,7 @@ async def test_a_call_that_was_made_as_the_connection_broke_follows_those_that_i
     server = await bed.server(lambda number, command: b"" if number == 0 else echo(number, command))
     client = bed.client(server.url)
     replies = [client.send("ECHO", name) for name in "abc"]
-    while not server.heard or len(server.heard[0]) < 3:
-        await asyncio.sleep(0)
+    await server.has_heard(3)
     replies.append(client.send("ECHO", "d"))
     assert client._connection is not None
     client._connection.end("cut")
@@ -395,8 +401,7 @@ async def test_closing_fails_what_is_not_answered_and_what_comes_later(bed: Bed,
     if when == "connecting":
         await asyncio.sleep(0)
     if when in ("greeting", "waiting"):
-        while not server.heard or not server.heard[0]:
-            await asyncio.sleep(0)
+        await server.has_heard(1)
     await client.aclose()
     for future in (reply, client.send("PING")):
         with pytest.raises(Unreachable, match="The queue is closed"):
