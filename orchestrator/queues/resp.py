@@ -70,7 +70,7 @@ class _Connection(asyncio.Protocol):
         self._reader = hiredis.Reader(encoding="utf-8", errors="replace", replyError=Refused)
 
     def write(self, calls: Sequence[_Call]) -> None:
-        """All in one write.  Nothing can be written to one that has ended."""
+        """All in one write; never to a connection that has ended."""
         assert self._transport is not None
         self.unanswered.extend(calls)
         self._transport.write(b"".join([call.packed for call in calls]))
@@ -234,6 +234,8 @@ class RespClient:
             loop = asyncio.get_running_loop()
             due_s = loop.time() + self._deadline_s
             calls = [_Call(_packed(one), 1, due_s, loop.create_future()) for one in commands]
+            if made.why:
+                raise _unreachable(made.why)
             if calls:
                 made.write(calls)
             return [await call.reply for call in calls]

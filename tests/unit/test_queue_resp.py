@@ -364,6 +364,22 @@ async def test_a_connection_that_breaks_as_its_greeting_is_answered_is_not_used(
     assert server.heard == [[["HELLO", "x"]], [["HELLO", "x"], ["ECHO", "a"]]]
 
 
+async def test_a_server_that_hangs_up_before_the_greeting_is_noticed_at_once(
+    bed: Bed, tmp_path: Path
+) -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def greet(say: Say) -> None:
+        await asyncio.sleep(0.02)
+        await say([("HELLO", "x")])
+
+    async with await asyncio.start_unix_server(hang_up, tmp_path / "redis.sock"):
+        client = bed.client(f"unix://{tmp_path}/redis.sock", deadline_s=60.0, greet=greet)
+        with pytest.raises(Unreachable, match="it closed the connection"):
+            await client.send("PING")
+
+
 async def test_scripts_that_were_forgotten_are_loaded_again_and_no_call_overtakes_another(bed: Bed) -> None:
     async def greet(say: Say) -> None:
         await say([("LOAD", "all")])

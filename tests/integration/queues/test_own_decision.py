@@ -36,6 +36,26 @@ async def test_without_a_conductor_a_gateway_serves_and_says_so(world: World) ->
     assert await world.held() == 0
 
 
+@pytest.mark.parametrize("redis", ["here", "gone"])
+async def test_without_a_conductor_room_that_an_end_frees_is_taken_at_once(
+    world: World, until: Until, redis: str
+) -> None:
+    conductor = await world.leader(*world.shards.pair(slots=1))
+    await conductor.aclose()
+    rarely = Timings(heartbeat_s=60, lease_s=90, own_decision_s=60, deadline_s=2, block_s=0.1, settle_s=0)
+    queue = await world.gateway(timings=rarely)
+    if redis == "gone":
+        await world.stop_redis()
+        await queue.refresh()
+    tickets = [world.shards.ticket(queue) for _ in range(2)]
+    await queue.submit(tickets[0])
+    second = asyncio.create_task(queue.submit(tickets[1]))
+    await until(lambda: queue._timed)
+    queue.complete(Completion(tickets[0].handle, Outcome.DONE))
+    async with asyncio.timeout(10):
+        assert (await second).handle == tickets[1].handle
+
+
 async def test_the_table_outlives_the_registry_while_nobody_leads(world: World, until: Until) -> None:
     conductor = await world.leader()
     queue = await world.gateway()
@@ -65,6 +85,30 @@ async def test_a_conductor_that_leads_but_does_not_answer_is_helped_in_the_order
     with pytest.raises(Unavailable):
         await waits
     assert (await hurries).handle == second.handle
+
+
+async def test_beside_a_stuck_conductor_room_that_an_end_frees_is_taken_at_once(
+    world: World, until: Until
+) -> None:
+    await world.leader(*world.shards.pair(slots=1))
+    rarely = Timings(heartbeat_s=60, lease_s=90, own_decision_s=30, deadline_s=2, block_s=0.1, settle_s=0)
+    queue = await world.gateway(timings=rarely)
+    tickets = [world.shards.ticket(queue) for _ in range(2)]
+    first, second = [asyncio.create_task(queue.submit(ticket)) for ticket in tickets]
+    await until(lambda: _queued(world, 2))
+    for ticket in tickets:
+        queue._requests.get(ticket.handle).since_s -= 60.0  # waits for as long as that
+    queue._wake.set()
+    await first
+    await until(lambda: queue._timed)
+    assert not second.done()
+    queue.complete(Completion(tickets[0].handle, Outcome.DONE))
+    async with asyncio.timeout(10):
+        assert (await second).handle == tickets[1].handle
+
+
+async def _queued(world: World, count: int) -> bool:
+    return bool(await world.redis.xlen(world.keys.tickets) == count)
 
 
 async def _tries(world: World, more: int) -> bool:
