@@ -11,6 +11,7 @@ import hiredis
 import pytest
 
 from orchestrator.errors import ConfigError, Unreachable
+from orchestrator.queues import ConductorQueue
 from orchestrator.queues.calls import Call, Timings
 from orchestrator.queues.link import ScriptRunner
 from orchestrator.queues.scripts import ALL, ENTER, SCHEMA_VERSION, Keys, Script
@@ -146,3 +147,19 @@ async def test_a_redis_that_is_too_old_is_told_and_one_that_still_loads_is_waite
         await runner.start()
     server.entered = VERSION
     await runner.start()
+
+
+async def test_a_read_whose_answer_was_lost_is_not_repeated(tmp_path: Path) -> None:
+    """What it was given stands under the conductor's name: it must be claimed, not skipped."""
+    heard: list[str] = []
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append((await reader.read(65536)).decode())
+        writer.close()
+
+    async with await asyncio.start_unix_server(hang_up, tmp_path / "redis.sock"):
+        queue = ConductorQueue(f"unix://{tmp_path}/redis.sock", "test", "c")
+        with pytest.raises(Unreachable, match="closed the connection"):
+            await queue.read(block=True)
+        await queue.aclose()
+    assert [text.count("XREADGROUP") for text in heard] == [1]

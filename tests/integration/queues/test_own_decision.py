@@ -36,15 +36,16 @@ async def test_without_a_conductor_a_gateway_serves_and_says_so(world: World) ->
     assert await world.held() == 0
 
 
-@pytest.mark.parametrize("redis", ["here", "gone"])
-async def test_without_a_conductor_room_that_an_end_frees_is_taken_at_once(
-    world: World, until: Until, redis: str
+@pytest.mark.parametrize("gone", ["conductor", "redis"])
+async def test_where_nobody_else_decides_room_that_an_end_frees_is_taken_at_once(
+    world: World, until: Until, gone: str
 ) -> None:
     conductor = await world.leader(*world.shards.pair(slots=1))
-    await conductor.aclose()
+    if gone == "conductor":
+        await conductor.aclose()
     rarely = Timings(heartbeat_s=60, lease_s=90, own_decision_s=60, deadline_s=2, block_s=0.1, settle_s=0)
     queue = await world.gateway(timings=rarely)
-    if redis == "gone":
+    if gone == "redis":
         await world.stop_redis()
         await queue.refresh()
     tickets = [world.shards.ticket(queue) for _ in range(2)]
