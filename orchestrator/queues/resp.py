@@ -18,6 +18,8 @@ from orchestrator.errors import OrchestratorError, Unreachable
 from orchestrator.queues.address import Address, Command
 
 ATTEMPTS = 2
+LOOK_S = 0.001
+"""Long enough for the loop to look at its sockets once."""
 
 Say = Callable[[Sequence[Command]], Awaitable[list[Any]]]
 """Sends commands together; replies in order, or the first error."""
@@ -88,14 +90,19 @@ class _Connection(asyncio.Protocol):
             self.why = why
             self._lost(self, why)
 
-    def _watch(self) -> None:
-        """One timer for all: it goes on to the oldest call, which is the first one due."""
+    def _watch(self, looked: bool = False) -> None:
+        """One timer for all: it goes on to the oldest call, which is the first one due.
+
+        A loop that was busy runs its timers before it reads: its own lateness is not held against Redis.
+        """
         self._timer = None
         if not self.unanswered:
             return
         due_s = self.unanswered[0].due_s
         if due_s > self._loop.time():
             self._timer = self._loop.call_at(due_s, self._watch)
+        elif not looked:
+            self._timer = self._loop.call_later(LOOK_S, self._watch, True)
         else:
             self.end(_late(self._deadline_s))
 

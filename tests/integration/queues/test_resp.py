@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -130,3 +132,25 @@ def test_the_loop_of_the_workers_runs_it_too(tmp_path: Path) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(scenario()) == [1, 2, 3]
+
+
+def test_a_loop_that_was_busy_reads_what_came_before_it_gives_redis_up(tmp_path: Path) -> None:
+    """The reply comes, and the deadline passes, while another socket's callback keeps the loop."""
+
+    async def scenario() -> Any:
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(EmbeddedRedis(tmp_path))
+            client = RespClient(server.url, deadline_s=0.2)
+            stack.push_async_callback(client.aclose)
+            ours, theirs = (stack.enter_context(one) for one in socket.socketpair())
+            loop = asyncio.get_running_loop()
+            loop.add_reader(ours, lambda: (ours.recv(1), time.sleep(0.5)))
+            stack.callback(loop.remove_reader, ours)
+            await client.open()
+            reply = client.send("BLPOP", "nothing", "0.1", attempts=1)
+            await asyncio.sleep(0.02)
+            theirs.send(b"!")
+            return await reply
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(scenario()) is None
