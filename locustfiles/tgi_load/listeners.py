@@ -13,7 +13,7 @@ import gevent
 from locust import events
 from locust.env import Environment
 from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
-from locust.stats import RequestStats
+from locust.stats import CSV_STATS_INTERVAL_SEC, RequestStats
 
 from .checks import LoadError, weights
 from .options import add_options
@@ -22,6 +22,8 @@ from .session import TPOT, TTFT, Session
 from .shapes import SHAPES
 from .users import TgiUser
 
+CSV_WRITE_S = 0.2
+"""For writing all tables once."""
 log = logging.getLogger(__name__)
 LAG_PERIOD_S = 0.1
 LAG_LIMIT_MS = 20.0
@@ -118,6 +120,9 @@ def _finish(session: Session) -> None:
     broken = environment.runner is not None and bool(environment.runner.exceptions)
     code = exit_code(session.tally.outcomes, session.options.tolerate_refusals)
     environment.process_exit_code = BAD_INPUT if session.trouble else int(broken or code)
+    if getattr(session.options, "csv_prefix", None):
+        # Locust writes its tables once a period and not at the end: what ended since would be missing.
+        gevent.sleep(CSV_STATS_INTERVAL_SEC + CSV_WRITE_S)
 
 
 def page_of(session: Session) -> str:
