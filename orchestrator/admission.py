@@ -58,6 +58,10 @@ class GatewaySettings:
     admin_port: int | None = None
     """Where administration and metrics have an address of their own: its port."""
 
+    def timeout_s(self, own_s: float | None) -> float:
+        """For a whole request whose caller asks for `own_s`: the gateway's own holds as well."""
+        return self.request_timeout_s if own_s is None else min(own_s, self.request_timeout_s)
+
 
 class Admission:
     """Turns a parsed request into a ticket, or refuses it as TGI would."""
@@ -98,14 +102,13 @@ class Admission:
             run.seed = secrets.randbits(63)
         run.handle = new_handle()
         now_s = time.time()
-        longest_s, own_s = self._settings.request_timeout_s, job.timeout_s
         return Ticket(
             handle=run.handle,
             gateway=self._queue.gateway,
             prompt_tokens=run.prompt_tokens * job.choices,
             max_new_tokens=run.max_new_tokens * job.choices,
             created_s=now_s,
-            deadline_s=now_s + (longest_s if own_s is None else min(own_s, longest_s)),
+            deadline_s=now_s + self._settings.timeout_s(job.timeout_s),
             splittable=job.splittable,
             priority=job.priority,
             prompt_hash=_prompt_hash(job),

@@ -34,10 +34,7 @@ class Handover:
         self._metrics = metrics
 
     async def published(self, run: Run) -> WaitReply | None:
-        """The record is where decode can read it, or will not come: either way the get leg may start.
-
-        `timeout_s` is for the wait and the pull together.
-        """
+        """The record is where decode can read it, or will not come: either way the get leg may start."""
         run.enter("relay")
         end_s = time.monotonic() + self._timeout_s
         reply = await self._waited(run)

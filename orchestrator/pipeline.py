@@ -95,12 +95,13 @@ class Pipeline:
             settle(run, outcome, error, self._queue, self.metrics)
 
     async def _within_deadline(self, run: Run) -> None:
-        longest_s, own_s = self.settings.request_timeout_s, run.job.timeout_s
+        timeout_s = self.settings.timeout_s(run.job.timeout_s)
         try:
-            async with asyncio.timeout(longest_s if own_s is None else min(own_s, longest_s)):
+            async with asyncio.timeout(timeout_s):
                 await self._serve(run)
         except TimeoutError:
-            whose = "the gateway allows" if own_s is None or own_s >= longest_s else "its own limit"
+            its_own = timeout_s < self.settings.request_timeout_s
+            whose = "its own limit" if its_own else "the gateway allows"
             raise DeadlinePassed(f"The request took longer than {whose}.") from None
 
     async def _serve(self, run: Run) -> None:
@@ -129,9 +130,10 @@ class Pipeline:
         job = run.job
         run.step(Event.GET_SENT)
         run.enter("prefill")
-        body = redress.whole_body(job.dialect, job.raw, run.cap)
-        async with self._stream(run, run.grant.decode, body) as events:
-            del body
+        # No name for the body: a stream would hold it to its end.
+        async with self._stream(
+            run, run.grant.decode, redress.whole_body(job.dialect, job.raw, run.cap)
+        ) as events:
             event = await anext(events, None)
             if event is None:
                 raise _cut_off(events.shard)

@@ -16,7 +16,7 @@ from orchestrator.core.ticket import Grant, Leg
 from orchestrator.core.validation import GenerateParameters
 
 
-def _free(_: int) -> None:
+def free(_: int) -> None:
     """Where nobody counts."""
 
 
@@ -51,7 +51,7 @@ class Job:
     """Higher is served first."""
     timeout_s: float | None = None
     """The caller's own, from arrival to the last token; the gateway's holds as well."""
-    charge: Callable[[int], None] = _free
+    charge: Callable[[int], None] = free
     """Told the tokens of prompt and answer when the request is over."""
 
 

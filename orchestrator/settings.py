@@ -79,6 +79,12 @@ def _address_or_none(value: str) -> str:
     return value and _address(value)
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `host:port`, without the brackets of IPv6; port 0 lets the system choose."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 Address = Annotated[str, AfterValidator(_address)]
 """`host:port`; an IPv6 host in brackets; port 0 lets the system choose."""
 BaseUrl = Annotated[str, AfterValidator(_base_url)]
@@ -172,19 +178,24 @@ class GatewaySection(Section):
     @model_validator(mode="after")
     def _administration_elsewhere(self) -> Self:
         """By its port: a request is told apart by where it came in."""
-        if self.port != 0 and self.admin_listen.rpartition(":")[2] == str(self.port):
+        if self.admin_listen and self.port != 0 and self.port == host_and_port(self.admin_listen)[1]:
             raise ValueError(f"admin_listen and listen have the port {self.port}: each needs its own")
         return self
 
     @property
     def host(self) -> str:
         """The address, without the brackets of IPv6."""
-        return self.listen.rpartition(":")[0].strip("[]")
+        return host_and_port(self.listen)[0]
+
+    @property
+    def admin_host(self) -> str:
+        """The same of `admin_listen`; empty where there is none."""
+        return host_and_port(self.admin_listen)[0] if self.admin_listen else ""
 
     @property
     def port(self) -> int:
         """0 lets the system choose."""
-        return int(self.listen.rpartition(":")[2])
+        return host_and_port(self.listen)[1]
 
 
 class SloSection(Section):

@@ -9,12 +9,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.settings import GatewaySection
 from tgi_patches.key import is_loopback
 
-__all__ = ["check_exposure", "host_of", "is_loopback"]
-
-
-def host_of(address: str) -> str:
-    """Of `host:port`, without the brackets of IPv6."""
-    return address.rpartition(":")[0].strip("[]")
+__all__ = ["check_exposure", "is_loopback"]
 
 
 def check_exposure(gateway: GatewaySection, env: Mapping[str, str]) -> None:
@@ -29,7 +24,7 @@ def check_exposure(gateway: GatewaySection, env: Mapping[str, str]) -> None:
     if (
         admin
         and not (keys or gateway.allow_anonymous or gateway.admin_token_file)
-        and not is_loopback(host_of(admin))
+        and not is_loopback(gateway.admin_host)
     ):
         raise ConfigError(
             f"gateway.admin_listen is {admin}, which other machines reach, and nothing is asked for there: "

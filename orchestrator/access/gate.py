@@ -10,7 +10,7 @@ from typing import Self
 
 import structlog
 
-from orchestrator.access.exposure import check_exposure, host_of, is_loopback
+from orchestrator.access.exposure import check_exposure, is_loopback
 from orchestrator.access.keys import (
     PRIORITIES,
     ApiKey,
@@ -80,7 +80,7 @@ class Access:
         self._tally: Tally | None = tally
         self._now_s = now_s
         self._local = is_loopback(gateway.host)
-        self._admin_local = is_loopback(host_of(gateway.admin_listen))
+        self._admin_local = is_loopback(gateway.admin_host)
         self._ring: KeyRing | None = None
         self._rows: dict[str, tuple[int, int]] = {}
         self._admin: bytes | None = None

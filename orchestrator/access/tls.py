@@ -12,6 +12,7 @@ import structlog
 
 from orchestrator.access.keys import read_secret
 from orchestrator.errors import ConfigError
+from orchestrator.settings import GatewaySection
 
 log = structlog.get_logger()
 
@@ -21,6 +22,13 @@ class ServerContext(ssl.SSLContext):
 
     cert: Path
     key: Path
+
+
+def context_of(gateway: GatewaySection) -> ssl.SSLContext | None:
+    """As `server_context`; None where clients speak plain HTTP."""
+    if gateway.tls_cert is None or gateway.tls_key is None:
+        return None
+    return server_context(gateway.tls_cert, gateway.tls_key)
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:

@@ -174,12 +174,18 @@ class ChatChoice(Outgoing):
     finish_reason: str
 
 
-class ChatCompletion(Outgoing):
-    object: Literal["chat.completion"] = "chat.completion"
+class OpenAiAnswer(Outgoing):
+    """What every answer of the OpenAI routes begins with, whole or in pieces."""
+
+    object: str
     id: str = ""
     created: int
     model: str
     system_fingerprint: str
+
+
+class ChatCompletion(OpenAiAnswer):
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
 
@@ -191,14 +197,10 @@ class ChatChunkChoice(Outgoing):
     finish_reason: str | None = None
 
 
-class ChatChunk(Outgoing):
+class ChatChunk(OpenAiAnswer):
     """One token of a chat; the usage chunk has no choices."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    id: str = ""
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -212,14 +214,10 @@ class CompletionChoice(Outgoing):
     finish_reason: str
 
 
-class CompletionChunk(Outgoing):
+class CompletionChunk(OpenAiAnswer):
     """A piece of a prompt's answer."""
 
     object: Literal["text_completion"] = "text_completion"
-    id: str = ""
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
 
 

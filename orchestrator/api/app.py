@@ -21,6 +21,7 @@ from orchestrator.api import admin, document, openai, tgi
 from orchestrator.api.front import Front, refuse
 from orchestrator.api.gateway import Gateway
 from orchestrator.api.incoming import ClientLeft
+from orchestrator.api.reply import INTERNAL_ERROR
 from orchestrator.errors import GatewayError
 from orchestrator.metrics import Metrics
 from orchestrator.pipeline import Pipeline
@@ -108,4 +109,4 @@ async def _our_bug(request: Request, error: Exception) -> Response:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     log.error("request_failed", path=request.url.path, error=type(error).__name__, exc_info=error)
-    return JSONResponse({"error": "Internal error", "error_type": "internal"}, 500)
+    return Response(INTERNAL_ERROR, 500, media_type="application/json")

@@ -18,7 +18,7 @@ from orchestrator.access import Access
 from orchestrator.api.gateway import Gateway
 from orchestrator.api.incoming import ClientLeft, body_of, caller_of, request_id_of
 from orchestrator.api.jobs import GENERATIONS
-from orchestrator.api.reply import answer, error_headers
+from orchestrator.api.reply import answer, encoded_headers, error_headers
 from orchestrator.errors import BodyTooSlow, GatewayError, TooLarge
 
 log = structlog.get_logger()
@@ -138,11 +138,9 @@ async def refuse(error: GatewayError, request_id: str, receive: Receive, send: S
     body = orjson.dumps(error.body())
     told = {"x-request-id": request_id, **error_headers(error)}
     head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    head += [(name.encode(), value.encode("latin-1", "replace")) for name, value in told.items()]
+    head += encoded_headers(told)
     lingers = isinstance(error, TooLarge)
-    if isinstance(error, BodyTooSlow):
-        head.append((b"connection", b"close"))
-    if lingers:
+    if isinstance(error, (TooLarge, BodyTooSlow)):  # their bodies were not read to the end
         head.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": head})
     await send({"type": "http.response.body", "body": body, "more_body": lingers})

@@ -16,6 +16,7 @@ from orchestrator.api.gateway import Gateway
 from orchestrator.api.stepping import promptly
 from orchestrator.core.redress import Dialect, client_tag
 from orchestrator.errors import BodyTooSlow, InvalidRequest, TooLarge
+from orchestrator.run import free
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _TIMEOUT = re.compile(rb"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -24,10 +25,6 @@ TIMEOUT_HEADER = b"x-orchestrator-timeout-s"
 
 class ClientLeft(Exception):
     """The connection ended before the request did."""
-
-
-def _free(_: int) -> None:
-    """Where nobody counts."""
 
 
 @dataclass(slots=True)  # never changed; not frozen, which costs each request three times as much
@@ -41,7 +38,7 @@ class Caller:
     """Of the API key that was shown."""
     priority: int = 0
     timeout_s: float | None = None
-    charge: Callable[[int], None] = _free
+    charge: Callable[[int], None] = free
     """To be told the request's tokens, prompt and answer, when it is over."""
 
     @classmethod

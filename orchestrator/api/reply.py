@@ -22,7 +22,7 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-_INTERNAL = b'{"error":"Internal error","error_type":"internal"}'
+INTERNAL_ERROR = b'{"error":"Internal error","error_type":"internal"}'
 RETRY_AFTER_S = 1
 
 
@@ -51,13 +51,13 @@ class AsgiOut:
     ) -> None:
         self.started = self.ended = True
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *passed]
-        head += _encoded(headers)
+        head += encoded_headers(headers)
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body})
 
     async def start(self, headers: Mapping[str, str]) -> None:
         self.started = True
-        head = [*_STREAM_HEADERS, *_encoded(headers)]
+        head = [*_STREAM_HEADERS, *encoded_headers(headers)]
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
         self._timer = asyncio.get_running_loop().call_later(self._keep_alive_s, self._quiet)
 
@@ -130,7 +130,7 @@ async def _serve(pipeline: Pipeline, job: Job, out: AsgiOut) -> None:
         log.exception("request_failed", route=job.route, request_id=job.request_id)
         if out.started:
             raise
-        await out.whole(_INTERNAL, {"x-request-id": job.request_id}, status=500)
+        await out.whole(INTERNAL_ERROR, {"x-request-id": job.request_id}, status=500)
 
 
 def error_headers(error: GatewayError) -> dict[str, str]:
@@ -141,5 +141,5 @@ def error_headers(error: GatewayError) -> dict[str, str]:
     return {"retry-after": told or str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
 
 
-def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+def encoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]

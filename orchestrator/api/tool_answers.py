@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from orchestrator.api.answers import ChatLogprobs, Outgoing, Usage
+from orchestrator.api.answers import ChatLogprobs, OpenAiAnswer, Outgoing, Usage
 
 
 class CalledFunction(Outgoing):
@@ -35,14 +35,10 @@ class ToolChoice(Outgoing):
     finish_reason: str
 
 
-class ToolCompletion(Outgoing):
+class ToolCompletion(OpenAiAnswer):
     """A whole answer that calls a function."""
 
     object: Literal["chat.completion"] = "chat.completion"
-    id: str = ""
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ToolChoice]
     usage: Usage
 
@@ -73,13 +69,9 @@ class ToolChunkChoice(Outgoing):
     finish_reason: str | None = None
 
 
-class ToolChunk(Outgoing):
+class ToolChunk(OpenAiAnswer):
     """A piece of a call in a chat's stream."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    id: str = ""
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ToolChunkChoice]
     usage: Usage | None = None

@@ -14,7 +14,6 @@ import ssl
 import sys
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import structlog
 import uvicorn
@@ -36,7 +35,7 @@ from orchestrator.deployment.workers import Place
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.metrics import Metrics
 from orchestrator.queues import GatewayQueue
-from orchestrator.settings import GatewaySection, Settings
+from orchestrator.settings import Settings
 from orchestrator.shards.client import Deadlines, ShardClient
 from tgi_patches.contract import ContractError, Limits
 from tgi_patches.key import key_from
@@ -59,10 +58,9 @@ def run_worker(loaded: Loaded, sockets: Sockets, place: Place) -> None:
     log_server_errors()
     allow_many_connections()
     key = key_from(key_env(loaded, os.environ))
-    folder = Path(place.folder) if place.folder else None
     with ExitStack() as stack:
-        context = tls_context(loaded.settings.gateway)
-        access = Access.open(loaded.settings.gateway, os.environ, folder, place.worker)
+        context = certificate.context_of(loaded.settings.gateway)
+        access = Access.open(loaded.settings.gateway, os.environ, place.shared, place.worker)
         stack.callback(access.close)
         sockets.listen()
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
@@ -74,12 +72,6 @@ def allow_many_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def tls_context(gateway: GatewaySection) -> ssl.SSLContext | None:
-    if gateway.tls_cert is None or gateway.tls_key is None:
-        return None
-    return certificate.server_context(gateway.tls_cert, gateway.tls_key)
 
 
 async def _serve(
@@ -103,7 +95,7 @@ async def _serve(
         first_event_s=gateway.first_event_timeout_s,
         idle_s=gateway.idle_timeout_s,
     )
-    folder = Path(place.folder) if place.folder else None
+    folder = place.shared
     metrics = Metrics(queue.shards, lambda: queue.mode, folder, place.worker)
     spare_the_collector()
     app = create_app(

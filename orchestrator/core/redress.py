@@ -145,11 +145,6 @@ def ends(dialect: Dialect, data: bytes) -> int:
     return sum(bool(choice.get("finish_reason")) for choice in choices)
 
 
-def is_last(dialect: Dialect, data: bytes) -> bool:
-    """True for an event that ends an answer; every token asks."""
-    return ends(dialect, data) > 0
-
-
 def is_token(dialect: Dialect, event: Json) -> bool:
     """True for an event that stands for one token, also one whose text is still empty.
 

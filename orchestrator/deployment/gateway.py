@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-from orchestrator.settings import GatewaySection
+from orchestrator.settings import GatewaySection, host_and_port
 
 BACKLOG = 1024
 
@@ -26,9 +26,8 @@ class Sockets:
         clients = bound_socket(gateway.host, gateway.port) if fd is None else socket.socket(fileno=fd)
         if not gateway.admin_listen:
             return cls(clients)
-        host, _, port = gateway.admin_listen.rpartition(":")
         try:
-            return cls(clients, bound_socket(host.strip("[]"), int(port)))
+            return cls(clients, bound_socket(*host_and_port(gateway.admin_listen)))
         except ConfigError:
             clients.close()
             raise

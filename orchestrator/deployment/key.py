@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.access.exposure import host_of, is_loopback
+from orchestrator.access.exposure import is_loopback
 from orchestrator.config import API_KEYS_VARIABLE, KEY_VARIABLES, Loaded
 from orchestrator.deployment.state import StateFolder
 from orchestrator.errors import ConfigError
@@ -64,7 +64,7 @@ def minted_admin_token(gateway: GatewaySection, folder: StateFolder, env: Mappin
     if gateway.admin_token_file is not None:
         return gateway.admin_token_file
     keys = gateway.keys_file is not None or bool(env.get(API_KEYS_VARIABLE))
-    if not keys or is_loopback(host_of(gateway.admin_listen or gateway.listen)):
+    if not keys or is_loopback(gateway.admin_host or gateway.host):
         return None
     path = folder.path / ADMIN_TOKEN_FILE
     if not path.exists():

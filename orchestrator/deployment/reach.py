@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
@@ -58,50 +59,35 @@ class Reach:
 
     def client(self, timeout: httpx.Timeout | float, api_key: str = "") -> httpx.AsyncClient:
         """For what clients ask."""
-        return httpx.AsyncClient(
-            base_url=self.url,
-            timeout=timeout,
-            trust_env=False,
-            verify=self._verify(self.url),
-            headers=_bearer(api_key),
-        )
+        return httpx.AsyncClient(**self._options(self.url, timeout, _bearer(api_key)))
 
     def admin(self, timeout: httpx.Timeout | float) -> httpx.AsyncClient:
         """For `/admin` and `/metrics`."""
-        return httpx.AsyncClient(
-            base_url=self.admin_url,
-            timeout=timeout,
-            trust_env=False,
-            verify=self._verify(self.admin_url),
-            headers=self.admin_headers(),
-        )
+        return httpx.AsyncClient(**self._options(self.admin_url, timeout, self.admin_headers()))
 
     def blocking(self, timeout_s: float, api_key: str = "") -> httpx.Client:
         """As `client`, for code that waits."""
-        return httpx.Client(
-            base_url=self.url,
-            timeout=timeout_s,
-            trust_env=False,
-            verify=self._verify(self.url),
-            headers=_bearer(api_key),
-        )
+        return httpx.Client(**self._options(self.url, timeout_s, _bearer(api_key)))
 
     def blocking_admin(self, timeout_s: float) -> httpx.Client:
         """As `admin`, for code that waits."""
-        return httpx.Client(
-            base_url=self.admin_url,
-            timeout=timeout_s,
-            trust_env=False,
-            verify=self._verify(self.admin_url),
-            headers=self.admin_headers(),
-        )
+        return httpx.Client(**self._options(self.admin_url, timeout_s, self.admin_headers()))
 
     def admin_headers(self) -> dict[str, str]:
         return _bearer(_token_in(self.admin_token_file) if self.admin_token_file else "")
 
-    def _verify(self, url: str) -> ssl.SSLContext | bool:
-        """Reading the machine's certificates takes 20 ms, which plain HTTP shall not pay."""
-        return self.trust() if url.startswith("https:") else False
+    def _options(
+        self, url: str, timeout: httpx.Timeout | float, headers: Mapping[str, str]
+    ) -> dict[str, Any]:
+        # Reading the machine's certificates takes 20 ms, which plain HTTP shall not pay.
+        verify = self.trust() if url.startswith("https:") else False
+        return {
+            "base_url": url,
+            "timeout": timeout,
+            "trust_env": False,
+            "verify": verify,
+            "headers": headers,
+        }
 
 
 def client_key(keys_file: Path | None, env: Mapping[str, str]) -> str:

@@ -48,6 +48,11 @@ class Place:
     """The listening socket."""
     admin_fd: int | None = None
 
+    @property
+    def shared(self) -> Path | None:
+        """The folder; None for a worker that is alone."""
+        return Path(self.folder) if self.folder else None
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

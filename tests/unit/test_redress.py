@@ -238,7 +238,7 @@ def test_last_event_is_recognised_however_it_is_written(pretty: bool) -> None:
     option = orjson.OPT_INDENT_2 if pretty else 0
 
     def last(dialect: Dialect, event: dict[str, Any]) -> bool:
-        return redress.is_last(dialect, orjson.dumps(event, option=option))
+        return redress.ends(dialect, orjson.dumps(event, option=option)) > 0
 
     tricky = tgi_event(token={"id": 1, "text": '"generated_text":"x"'})
     assert not last(Dialect.TGI, tgi_event())
@@ -252,7 +252,7 @@ def test_last_event_is_recognised_however_it_is_written(pretty: bool) -> None:
 
 
 def test_done_is_not_the_last_token() -> None:
-    assert not redress.is_last(Dialect.CHAT, b"[DONE]")
+    assert redress.ends(Dialect.CHAT, b"[DONE]") == 0
 
 
 def test_tgis_events_pass_untouched() -> None:

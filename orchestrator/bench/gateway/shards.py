@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from orchestrator.core.ticket import ShardView
 from tgi_patches.contract import PROTOCOL_VERSION, Fingerprint, Limits, Role, ShardSpec, StatusReply
 
@@ -10,48 +13,30 @@ EPOCH = 1
 LIMITS = Limits(
     max_input_tokens=8192, max_total_tokens=16_384, max_concurrent_requests=8192, payload_bytes=2_000_000
 )
-_FINGERPRINT = Fingerprint("bench", "1", "t", "float16", "float16", 30, 3, 64)
-_KV_TOKENS = 16_000_000
-_SLOTS = 8192
-_RING_BYTES = 1 << 40
-_RECORD_LIMIT_BYTES = 1 << 30
-_BYTES_PER_TOKEN = 64
+_ROOM: Mapping[str, Any] = {
+    "fingerprint": Fingerprint("bench", "1", "t", "float16", "float16", 30, 3, 64),
+    "limits": LIMITS,
+    "kv_tokens": 16_000_000,
+    "slots": 8192,
+    "ring_bytes": 1 << 40,
+    "record_limit_bytes": 1 << 30,
+    "bytes_per_token": 64,
+}
+"""For every request of the benchmark."""
 
 
 def status_of(role: Role, port: int) -> StatusReply:
-    """The answer of `GET /kv/status`: room for every request of the benchmark."""
-    return StatusReply(
-        protocol=PROTOCOL_VERSION,
-        deployment=DEPLOYMENT,
-        shard=name_of(role),
-        role=role,
-        epoch=EPOCH + port,
-        fingerprint=_FINGERPRINT,
-        limits=LIMITS,
-        kv_tokens=_KV_TOKENS,
-        slots=_SLOTS,
-        ring_bytes=_RING_BYTES,
-        record_limit_bytes=_RECORD_LIMIT_BYTES,
-        bytes_per_token=_BYTES_PER_TOKEN,
-    )
+    """The answer of `GET /kv/status`."""
+    return StatusReply(protocol=PROTOCOL_VERSION, deployment=DEPLOYMENT, **_named(role, port), **_ROOM)
 
 
 def view_of(role: Role, port: int) -> ShardView:
     """The same as a row of the shard table."""
-    return ShardView(
-        shard=name_of(role),
-        role=role,
-        epoch=EPOCH + port,
-        url=url_of(port),
-        state="ready",
-        fingerprint=_FINGERPRINT,
-        limits=LIMITS,
-        kv_tokens=_KV_TOKENS,
-        slots=_SLOTS,
-        ring_bytes=_RING_BYTES,
-        record_limit_bytes=_RECORD_LIMIT_BYTES,
-        bytes_per_token=_BYTES_PER_TOKEN,
-    )
+    return ShardView(url=url_of(port), state="ready", **_named(role, port), **_ROOM)
+
+
+def _named(role: Role, port: int) -> dict[str, Any]:
+    return {"shard": name_of(role), "role": role, "epoch": EPOCH + port}
 
 
 def spec_of(role: Role, port: int) -> ShardSpec:

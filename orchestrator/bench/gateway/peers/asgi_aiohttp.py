@@ -9,10 +9,17 @@ from typing import Any
 
 import aiohttp
 import orjson
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.bench.gateway.peers.legs import PASSED_ON, PUT_PATH, Shards, arguments, get_body, put_body
+from orchestrator.bench.gateway.peers.legs import (
+    PASSED_ON,
+    PUT_PATH,
+    Shards,
+    arguments,
+    get_body,
+    put_body,
+    serve,
+)
 
 _JSON = {"content-type": "application/json"}
 
@@ -82,16 +89,7 @@ async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) ->
 
 def main() -> None:
     port, shards = arguments(__doc__)
-    uvicorn.run(
-        Gateway(shards),
-        host="127.0.0.1",
-        port=port,
-        loop="uvloop",
-        http="httptools",
-        access_log=False,
-        log_level="warning",
-        backlog=4096,
-    )
+    serve(Gateway(shards), port)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from orchestrator.bench.gateway.peers.legs import PASSED_ON, PUT_PATH, Shards, arguments, get_body, put_body
+from orchestrator.bench.gateway.peers.legs import (
+    PASSED_ON,
+    PUT_PATH,
+    Shards,
+    arguments,
+    get_body,
+    put_body,
+    serve,
+)
 
 
 def create_app(shards: Shards) -> FastAPI:
@@ -77,16 +84,7 @@ def _passed_on(answer: httpx.Response) -> dict[str, str]:
 
 def main() -> None:
     port, shards = arguments(__doc__)
-    uvicorn.run(
-        create_app(shards),
-        host="127.0.0.1",
-        port=port,
-        loop="uvloop",
-        http="httptools",
-        access_log=False,
-        log_level="warning",
-        backlog=4096,
-    )
+    serve(create_app(shards), port)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import uvicorn
+
 PUT_PATH = {"/generate_stream": "/generate"}
 PASSED_ON = ("content-type", "cache-control", "x-prompt-tokens", "x-generated-tokens")
 """Headers of the decode shard that the client sees."""
@@ -52,3 +54,17 @@ def arguments(description: str | None) -> tuple[int, Shards]:
     parser.add_argument("--decode", required=True, help="base URL")
     given = parser.parse_args()
     return given.port, Shards(given.prefill, given.decode)
+
+
+def serve(app: Any, port: int) -> None:
+    """As a good engineer runs a gateway: uvicorn with its quickest loop and parser, and no log."""
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=port,
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        log_level="warning",
+        backlog=4096,
+    )
