@@ -55,7 +55,7 @@ async def test_an_idle_connection_between_requests_is_not_late_with_its_head() -
 
 async def test_a_client_that_does_not_read_loses_its_connection_with_its_request() -> None:
     flood = FloodingShard(events=2000, size=16_000)
-    async with open_house(request_timeout_s=0.5) as house, flood.listening():
+    async with open_house(request_timeout_s=1.5) as house, flood.listening():
         house.queue.set_shards([replace(house.decode.view(), shard="flood-0", url=flood.url)])
         line = await line_to(house, receive_bytes=65_536)
         await line.send(request_of("generate_stream"))
