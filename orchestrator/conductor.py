@@ -194,7 +194,8 @@ class Conductor:
                 arrived = await self._queue.read(block=not more)
                 self._ended.update(str(completion.outcome) for completion in arrived.completions)
                 # Nobody waited and nothing ended: there can only be less room than the books say, if any.
-                at_once = self._books_stand and not len(self._pending) and not arrived.completions
+                ended = arrived.completions or arrived.relayed
+                at_once = self._books_stand and not len(self._pending) and not ended
                 self._pending.add(arrived.tickets)
                 more = await self._decide(at_once=at_once and len(self._pending) > 0)
             except Unreachable as error:

@@ -40,6 +40,9 @@ log = structlog.get_logger()
 
 _IMPORT = IMPORT_HEADER.encode()
 
+READ_WITHIN_S = 1.0
+"""After this the decode shard, which has a slot free for the request, has read its record."""
+
 _PASSED_ON = frozenset(
     {
         b"x-compute-type",
@@ -205,6 +208,7 @@ class Pipeline:
         async with self._stream(run, run.grant.decode, _get_body(run, tag)) as events:
             self._note_import(run, events.headers)
             event, payload = await _redone(run, events, first)
+            self._queue.relayed(run.handle)
             run.enter("decode")
             passage = _passage(run, events.shard, event, str(tag))
             if passage.ended:
@@ -235,7 +239,12 @@ class Pipeline:
         tag = _get_tag(run, None if reply is None else reply.first_token_id)
         run.step(Event.GET_SENT)
         run.enter("decode")
-        get = await self._post(run, run.grant.decode, _get_body(run, tag))
+        # Nothing tells when a whole answer's record has been read.
+        read = asyncio.get_running_loop().call_later(READ_WITHIN_S, self._queue.relayed, run.handle)
+        try:
+            get = await self._post(run, run.grant.decode, _get_body(run, tag))
+        finally:
+            read.cancel()
         self._note_import(run, get.headers)
         await self._send_whole(run, get, redress.relayed_answer(job.dialect, get.body, str(tag), run.model))
 

@@ -199,8 +199,21 @@ class GatewaySection(Section):
 
 
 class SloSection(Section):
+    """Objectives that routing tries to keep; None leaves the cheapest way."""
+
     ttft_ms: float | None = Field(None, gt=0)
     tpot_ms: float | None = Field(None, gt=0)
+
+
+class RoutingSection(Section):
+    choice: Literal["auto", "separated", "mixed"] = "auto"
+    """Whether requests are split: as the cost model says, whenever they can be, or never."""
+    calibrate: bool = True
+    """Measure a shard of a kind that was never measured with a few prompts, once it is ready."""
+    hot_prompts: Literal["auto", "on", "off"] = "auto"
+    """Identical prompts share one prefill and bursts keep to some decode shards; auto: from 2 decode shards on."""
+    hot_decode_share: float = Field(0.5, gt=0, le=1)
+    """Share of the decode shards that a burst may have, at least one."""
 
 
 class RedisSection(Section):
@@ -275,6 +288,7 @@ class Settings(Section):
     shards: ShardsSection = ShardsSection()
     gateway: GatewaySection = GatewaySection()
     slo: SloSection = SloSection()
+    routing: RoutingSection = RoutingSection()
     redis: RedisSection = RedisSection()
     limits: LimitsSection = LimitsSection()
     arena: ArenaSection = ArenaSection()
@@ -302,7 +316,4 @@ class Settings(Section):
             for key in ("gpus", "image", "args", "env"):
                 if getattr(section, key):
                     raise ValueError(f"shards.{role}.{key} needs containers; the launcher 'process' has none")
-        for key in ("ttft_ms", "tpot_ms"):
-            if getattr(self.slo, key) is not None:
-                raise ValueError(f"slo.{key} is read by no policy of this version")
         return self

@@ -30,6 +30,22 @@ class Mode:
     """0 is normal; higher is more degraded."""
     output_cap: int | None = None
     """Most tokens an answer may have now; None for the request's own number."""
+    shed_below: int | None = None
+    """Requests of a lower priority than this are refused; None refuses none."""
+    auto: bool = False
+    """The leading conductor chooses the level; otherwise an operator has set it."""
+    reason: str = ""
+    """Why it is not normal, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a deployment wants of routing."""
+
+    choice: Choice | None = None
+    """Split whenever it can be, or never; None asks the cost model."""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

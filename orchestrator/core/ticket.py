@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from orchestrator.core.cost import Costs
 from tgi_patches.contract import Fingerprint, Limits, Role
 
 EMBEDDED = "embedded"
@@ -44,6 +45,11 @@ class Ticket:
     priority: int = 0
     model: str = ""
     prompt_hash: str = ""
+    """Equal for requests whose prompts become the same tokens under the same adapter: they may share a record."""
+    simhash: int = 0
+    """64 bits, few of which differ between prompts that are nearly the same (core.fingerprint); 0: none."""
+    choice: Choice | None = None
+    """The client's own wish, where it has one."""
 
 
 @dataclass(frozen=True)  # no slots: `booked` copies the dictionary
@@ -82,6 +88,8 @@ class ShardView:
     """0: it offers none."""
     pulls: bool = False
     """It can fetch records from other hosts."""
+    costs: Costs | None = None
+    """What its phases take, as far as that was measured."""
 
     def booked(
         self, *, kv_tokens: int = 0, slots: int = 0, record_bytes: int = 0, records: int = 0
@@ -118,6 +126,14 @@ class Leg:
         return self.sidecar_url or self.url
 
 
+@dataclass(frozen=True, slots=True)
+class SharedRecord:
+    """Another request's record of the same prompt, and the shard that has it or is computing it."""
+
+    handle: str
+    owner: Leg
+
+
 @dataclass(slots=True)  # never changed; not frozen, which costs each request three times as much
 class Grant:
     """Shards for one request, with what was reserved for it."""
@@ -137,6 +153,10 @@ class Grant:
     """The request's own, capped by the mode."""
     pull: str = ""
     """`host:port` from which `decode` has to fetch the record first; empty where it reads it in place."""
+    shared: SharedRecord | None = None
+    """Set where `decode` answers from the record of an earlier request: there is no prefill then."""
+    predicted: dict[str, float] = field(default_factory=dict)
+    """Seconds until the last token by choice, as far as the cost model knows: why this one was chosen."""
 
 
 @dataclass(slots=True)  # never changed; not frozen, which costs each request three times as much
@@ -150,3 +170,17 @@ class Completion:
     generated_tokens: int = 0
     imported: bool | None = None
     """True when decode used the record, False for a local prefill, None for mixed."""
+    first_token_s: float = 0.0
+    """Wall-clock time of the first token at the gateway; 0 where there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A request's record is where its decode shard needs it: the prefill shard has no more to do for it."""
+
+    handle: str
+
+
+def relayed(grant: Grant) -> Grant:
+    """What is still held once the record has been imported."""
+    return replace(grant, prefill=None, record_bytes=0, pull="")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from orchestrator.core.routing import Capacity, capacity
 from orchestrator.core.shard import Watched
-from orchestrator.core.ticket import Completion, Grant, Leg, ShardView, Ticket
+from orchestrator.core.ticket import Completion, Grant, Leg, Relayed, ShardView, Ticket
 from orchestrator.queues import scripts, wire
 from orchestrator.queues.scripts import GROUP, Keys, Script
 
@@ -58,6 +58,15 @@ def complete(keys: Keys, gateway: str, completion: Completion) -> Call:
         scripts.COMPLETE,
         (keys.tickets, keys.queued(gateway), keys.leases(gateway), keys.reserved, keys.completions),
         (completion.handle, wire.encode(completion), GROUP),
+    )
+
+
+def relayed(keys: Keys, gateway: str, grant: Grant) -> Call:
+    """`grant`: what is held from now on."""
+    return Call(
+        scripts.RELAYED,
+        (keys.leases(gateway), keys.reserved, keys.completions),
+        (grant.handle, wire.lease(grant), wire.encode(Relayed(grant.handle))),
     )
 
 

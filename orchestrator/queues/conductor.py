@@ -17,7 +17,7 @@ from orchestrator.core.pending import Place
 from orchestrator.core.routing import Mode, Refuse
 from orchestrator.core.shard import Watched
 from orchestrator.core.snapshot import Reserved
-from orchestrator.core.ticket import Completion, Grant, ShardView, Ticket
+from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket
 from orchestrator.errors import OrchestratorError, Unreachable
 from orchestrator.queues import calls, wire
 from orchestrator.queues.address import Command
@@ -44,6 +44,8 @@ class Arrived:
 
     tickets: dict[Place, Ticket] = field(default_factory=dict)
     completions: list[Completion] = field(default_factory=list)
+    relayed: list[Relayed] = field(default_factory=list)
+    """Records that were imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ class ConductorQueue:
                 arrived.tickets.update(await self._tickets(entries))
             else:
                 self._seen += [entry_id for entry_id, _ in entries]
-                arrived.completions.extend(_readable(entries, wire.completion))
+                for one in _readable(entries, wire.completion):
+                    (arrived.relayed if isinstance(one, Relayed) else arrived.completions).append(one)
         return arrived
 
     async def claim(self, *, everything: bool) -> dict[Place, Ticket]:

@@ -29,6 +29,8 @@ class FakeQueue:
         self.degraded: str | None = None
         self.granted: list[Grant] = []
         self.completions: list[Completion] = []
+        self.imported: list[str] = []
+        """Handles whose record was said to be imported."""
         self._shards = tuple(shards)
         self._queue_size = queue_size
         self._now = now
@@ -44,7 +46,7 @@ class FakeQueue:
     def set_shards(self, shards: Iterable[ShardView]) -> None:
         """Another table; reservations on incarnations that stay are kept."""
         self._shards = tuple(shards)
-        for grant in self._requests.grants():
+        for grant in self._requests.held():
             self._shards = reserve(self._shards, grant)
         self._decide()
 
@@ -92,6 +94,15 @@ class FakeQueue:
         self._end(completion)
         return _Told()
 
+    def relayed(self, handle: str) -> None:
+        request = self._requests.get(handle)
+        before = None if request is None else request.held
+        after = self._requests.relayed(handle)
+        if before is not None and after is not None:
+            self._shards = reserve(release(self._shards, before), after)
+            self.imported.append(handle)
+            self._decide()
+
     def cancel(self, handle: str) -> Awaitable[None]:
         request = self._requests.get(handle)
         if request is not None and request.grant is None:
@@ -105,8 +116,8 @@ class FakeQueue:
             return
         self._requests.forget(completion.handle)
         self.completions.append(completion)
-        if request.grant is not None:
-            self._shards = release(self._shards, request.grant)
+        if request.held is not None:
+            self._shards = release(self._shards, request.held)
         self._decide()
 
     def _decide(self) -> None:

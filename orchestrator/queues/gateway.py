@@ -165,6 +165,12 @@ class GatewayQueue:
             ended.add_done_callback(lambda reply: self._told(reply, told))
         return told
 
+    def relayed(self, handle: str) -> None:
+        held = self._requests.relayed(handle)
+        if held is not None and self._lost is None:
+            reply = self._runner.send(calls.relayed(self._keys, self.gateway, held))
+            reply.add_done_callback(self._replied)
+
     def cancel(self, handle: str) -> Awaitable[None]:
         request = self._requests.get(handle)
         if request is not None and request.grant is None:
@@ -275,9 +281,9 @@ class GatewayQueue:
                 self._requests.drop(request, Unavailable(answer.refused.detail))
         elif request.grant is None:
             self._requests.settle(request.ticket, answer)
-        elif request.grant != answer:
+        elif request.held is not None and request.grant != answer:
             # Decided here without Redis, and by a conductor from the ticket that survived: ours is served.
-            self._runner.send(calls.restore(self._keys, self.gateway, request.grant))
+            self._runner.send(calls.restore(self._keys, self.gateway, request.held))
 
     async def _decide_late_ones(self) -> None:
         """The gateway's own decisions; one pass at a time, in order."""
@@ -344,7 +350,7 @@ class GatewayQueue:
 
     def _decide_locally(self, due: Sequence[Ticket]) -> None:
         """Without Redis: this gateway's share of half of what was there, less what it holds itself."""
-        shards = conservative(self._table, self._requests.grants())
+        shards = conservative(self._table, self._requests.held())
         for ticket, decision in first_come(due, shards, mode=self.mode):
             if isinstance(decision, Grant):
                 self._requests.settle(ticket, decision)
@@ -363,7 +369,7 @@ class GatewayQueue:
         self._table = Table.parse(await self._runner.send(calls.table(self._keys)), self._table)
 
     def _heartbeat(self) -> Call:
-        granted = [grant.handle for grant in self._requests.grants()]
+        granted = [grant.handle for grant in self._requests.held()]
         return calls.heartbeat(self._keys, self.gateway, granted, self._requests.undecided(), self._timings)
 
     def _submission(self, request: OpenRequest) -> Call:
@@ -374,8 +380,8 @@ class GatewayQueue:
         found = [request for request in map(self._requests.get, missing) if request is not None]
         return [
             self._submission(request)
-            if request.grant is None
-            else calls.restore(self._keys, self.gateway, request.grant)
+            if request.held is None
+            else calls.restore(self._keys, self.gateway, request.held)
             for request in found
             if request.announced
         ]

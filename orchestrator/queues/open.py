@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from orchestrator.core.pending import turn_ms
 from orchestrator.core.shard import ShardState
-from orchestrator.core.ticket import Grant, ShardView, Ticket
+from orchestrator.core.ticket import Grant, ShardView, Ticket, relayed
 from orchestrator.errors import GatewayError, Overloaded, Unavailable
 
 
@@ -24,6 +24,8 @@ class OpenRequest:
     announced: bool = False
     """Its ticket is in Redis, or Redis is known to be gone."""
     grant: Grant | None = None
+    held: Grant | None = None
+    """What is reserved for it: less than the grant once the record was imported."""
 
     def age_s(self) -> float:
         return asyncio.get_running_loop().time() - self.since_s
@@ -55,7 +57,7 @@ class OpenRequests:
         """First grant wins; a later one, or one for a request that ended, changes nothing."""
         request = self._open.get(ticket.handle)
         if request is not None and request.ticket is ticket and request.grant is None:
-            request.grant = grant
+            request.grant = request.held = grant
             del self._undecided[ticket.handle]
             if not request.answer.done():
                 request.answer.set_result(grant)
@@ -77,8 +79,17 @@ class OpenRequests:
         for request in list(self._open.values()):
             self.drop(request, error())
 
-    def grants(self) -> list[Grant]:
-        return [request.grant for request in self._open.values() if request.grant is not None]
+    def relayed(self, handle: str) -> Grant | None:
+        """What a granted request holds from now on; None where nothing changes."""
+        request = self._open.get(handle)
+        if request is None or request.held is None or request.held.prefill is None:
+            return None
+        request.held = relayed(request.held)
+        return request.held
+
+    def held(self) -> list[Grant]:
+        """What is reserved for the granted ones."""
+        return [request.held for request in self._open.values() if request.held is not None]
 
     def undecided(self) -> list[str]:
         return list(self._undecided)

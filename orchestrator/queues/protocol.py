@@ -48,6 +48,12 @@ class RequestQueue(Protocol):
         of it.  Awaiting the result is for who needs to know that it has been heard, or cannot be.
         """
 
+    def relayed(self, handle: str) -> None:
+        """The record of a granted request was imported: the prefill shard's part is free, once.
+
+        Said at once and cannot fail, as `complete`.
+        """
+
     def cancel(self, handle: str) -> Awaitable[None]:
         """End a request in the queue, likewise: withdraw its ticket, free what a raced commit reserved."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 GROUP = "conductors"
 BODY = "b"
 """The one field of every stream entry: JSON."""
@@ -59,7 +59,7 @@ class Keys:
 
     @property
     def completions(self) -> str:
-        """Stream of ends, about the last 10,000."""
+        """Stream of ends, and of records that were imported; about the last 10,000."""
         return self.prefix + "completions"
 
     @property
@@ -256,6 +256,20 @@ redis.call('XADD', KEYS[5], 'MAXLEN', '~', 10000, '*', 'b', ARGV[2])
 return 1
 """)
 
+RELAYED = _with_shared("""
+-- KEYS leases reserved completions  ARGV handle lease relayed  -> 1 | 0
+-- The record has been imported: the prefill shard's part is freed, once; what decode holds stays.
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if not held then return 0 end
+local _, bytes, _, prefill = string.match(held, '^(%d+)|(%d+)|([^|]*)|([^|]*)|')
+if prefill == '' then return 0 end
+sub(KEYS[2], prefill, 'bytes', bytes)
+sub(KEYS[2], prefill, 'records', 1)
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', 10000, '*', 'b', ARGV[3])
+return 1
+""")
+
 HEARTBEAT = _with_shared("""
 -- KEYS gateway gateways queued leases reserved tickets completions
 -- ARGV gateway ttl_ms group granted-count granted... queued...  -> handles that Redis does not know
@@ -365,4 +379,18 @@ age_ms(KEYS[2])
 return redis.call('GET', KEYS[1])
 """)
 
-ALL = (SUBMIT, COMMIT, REFUSE, COMPLETE, HEARTBEAT, RESTORE, TABLE, LEAD, RESIGN, PUBLISH, REAP, ENTER)
+ALL = (
+    SUBMIT,
+    COMMIT,
+    REFUSE,
+    COMPLETE,
+    RELAYED,
+    HEARTBEAT,
+    RESTORE,
+    TABLE,
+    LEAD,
+    RESIGN,
+    PUBLISH,
+    REAP,
+    ENTER,
+)

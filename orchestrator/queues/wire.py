@@ -9,8 +9,19 @@ from typing import Any, TypeVar
 
 import orjson
 
+from orchestrator.core.cost import Costs, DecodeCost, PrefillCost, RelayCost
 from orchestrator.core.routing import Mode, Refuse
-from orchestrator.core.ticket import Choice, Completion, Grant, Leg, Outcome, ShardView, Ticket
+from orchestrator.core.ticket import (
+    Choice,
+    Completion,
+    Grant,
+    Leg,
+    Outcome,
+    Relayed,
+    SharedRecord,
+    ShardView,
+    Ticket,
+)
 from orchestrator.queues.scripts import BODY
 from tgi_patches.contract import Fingerprint, Limits, Role
 
@@ -50,11 +61,21 @@ def _known(kind: type[Any], raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ticket(text: str) -> Ticket:
-    return _decoded(text, lambda raw: Ticket(**_known(Ticket, raw)))
+    def build(raw: Mapping[str, Any]) -> Ticket:
+        known = _known(Ticket, raw)
+        if raw.get("choice") is not None:
+            known["choice"] = Choice(raw["choice"])
+        return Ticket(**known)
+
+    return _decoded(text, build)
 
 
-def completion(text: str) -> Completion:
-    def build(raw: Mapping[str, Any]) -> Completion:
+def completion(text: str) -> Completion | Relayed:
+    """An entry of the completions stream."""
+
+    def build(raw: Mapping[str, Any]) -> Completion | Relayed:
+        if "outcome" not in raw:
+            return Relayed(raw["handle"])
         return Completion(**{**_known(Completion, raw), "outcome": Outcome(raw["outcome"])})
 
     return _decoded(text, build)
@@ -74,9 +95,24 @@ def view(text: str, state: str) -> ShardView:
         known["fingerprint"] = Fingerprint(**_known(Fingerprint, raw["fingerprint"]))
         known["limits"] = Limits.from_dict(raw["limits"])
         known["state"] = state
+        known["costs"] = costs(raw.get("costs"))
         return ShardView(**known)
 
     return _decoded(text, build)
+
+
+def costs(raw: Mapping[str, Any] | None) -> Costs | None:
+    """A shard's cost model, as `encode` writes it.  KeyError or TypeError for something else."""
+    if raw is None:
+        return None
+    kinds: tuple[tuple[str, type[Any]], ...] = (
+        ("prefill", PrefillCost),
+        ("decode", DecodeCost),
+        ("relay", RelayCost),
+        ("pull", RelayCost),
+    )
+    found = {name: (raw.get(name), kind) for name, kind in kinds}
+    return Costs(**{name: kind(**_known(kind, part)) for name, (part, kind) in found.items() if part})
 
 
 def grant(text: str) -> Grant:
@@ -89,6 +125,9 @@ def _grant(raw: Mapping[str, Any]) -> Grant:
     known["choice"] = Choice(raw["choice"])
     known["decode"] = Leg(**_known(Leg, raw["decode"]))
     known["prefill"] = None if prefill is None else Leg(**_known(Leg, prefill))
+    shared = raw.get("shared")
+    if shared is not None:
+        known["shared"] = SharedRecord(shared["handle"], Leg(**_known(Leg, shared["owner"])))
     return Grant(**known)
 
 

@@ -147,7 +147,7 @@ def test_an_empty_section_or_file_means_the_defaults(write: Write) -> None:
         ("shards: {prefill: {cpus: [[0], [1]]}}", "cpus names 2 lists of cores for 1 shards"),
         ("shards: {prefill: {gpus: [GPU-1]}}", "shards.prefill.gpus needs containers"),
         ("shards: {mixed: {env: {A: b}}}", "shards.mixed.env needs containers"),
-        ("slo: {ttft_ms: 500}", "slo.ttft_ms is read by no policy"),
+        ("slo: {ttft_ms: 0}", "slo.ttft_ms is 0"),
         ("shards: {decode: {tp: 0}}", "shards.decode.tp is 0"),
         ("launcher: docker", "launcher is 'docker'"),
         ("deployment: a/b", "deployment is 'a/b'"),
