@@ -19,7 +19,7 @@ class Scheduler:
         self.policy = policy or Policy()
         self.pending = Pending()
 
-    def add(self, tickets: Mapping[Place, Ticket]) -> None:
+    def add(self, tickets: Mapping[Place, Ticket], now_s: float) -> None:
         """New tickets, or claimed ones."""
         self.pending.add(tickets)
 

@@ -45,7 +45,7 @@ class Ticket:
     priority: int = 0
     model: str = ""
     prompt_hash: str = ""
-    """Equal for requests whose prompts become the same tokens under the same adapter: they may share a record."""
+    """Equal for prompts that become the same tokens under the same adapter: they may share a record."""
     simhash: int = 0
     """64 bits, few of which differ between prompts that are nearly the same (core.fingerprint); 0: none."""
     choice: Choice | None = None

@@ -18,8 +18,8 @@ from orchestrator.core.ticket import (
     Leg,
     Outcome,
     Relayed,
-    SharedRecord,
     ShardView,
+    SharedRecord,
     Ticket,
 )
 from orchestrator.queues.scripts import BODY
