@@ -14,14 +14,13 @@ from itertools import islice
 
 import structlog
 
-from orchestrator.core.pending import Pending
-from orchestrator.core.routing import first_come
+from orchestrator.core.scheduling import Scheduler
 from orchestrator.core.shard import Rules
 from orchestrator.core.snapshot import ConductorSnapshot, Reserved, ShardStatus
 from orchestrator.core.ticket import Grant, ShardView
 from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.queues import ConductorQueue, Deposed
-from orchestrator.queues.conductor import Books, Commit
+from orchestrator.queues.conductor import Arrived, Books, Commit
 from orchestrator.queues.link import unless_cancelled
 from orchestrator.queues.wire import booked
 from orchestrator.shards.launcher import Launcher
@@ -35,7 +34,8 @@ PASS_MOST = 128
 """Decisions per scheduling pass."""
 HEADS = 16
 """First tickets whose presence is checked in every pass: one that was withdrawn must not hold up the rest."""
-DECIDED = frozenset({"granted", "duplicate", "gone"})
+OVER = frozenset({"duplicate", "gone"})
+"""Commits of tickets that others have decided, or that were withdrawn."""
 
 
 class _Stopped(Exception):
@@ -52,6 +52,7 @@ class Conductor:
         specs: Sequence[ShardSpec],
         probe: StatusProbe,
         *,
+        scheduler: Scheduler | None = None,
         rules: Rules | None = None,
         pace: Pace | None = None,
     ) -> None:
@@ -61,7 +62,7 @@ class Conductor:
         self._supervisor = Supervisor(
             launcher, specs, probe, until_idle=self._until_idle, rules=rules, pace=self._pace
         )
-        self._pending = Pending()
+        self._scheduler = scheduler or Scheduler()
         self._books = Books({})
         self._books_stand = False
         """They were read in the last pass, after its commits."""
@@ -93,7 +94,7 @@ class Conductor:
         return ConductorSnapshot(
             leader=self._queue.leader,
             mode=self._books.mode,
-            waiting_tickets=len(self._pending),
+            waiting_tickets=len(self._scheduler.pending),
             ended=dict(self._ended),
             shards=tuple(
                 ShardStatus.of(
@@ -174,7 +175,7 @@ class Conductor:
             try:
                 if ended := await self._queue.reap():
                     log.info("gateway_reaped", requests=ended)
-                self._pending.add(await self._queue.claim(everything=False))
+                self._scheduler.add(await self._queue.claim(everything=False), time.time())
             except Unreachable as error:
                 log.warning("tidy_failed", error=str(error))
 
@@ -188,16 +189,16 @@ class Conductor:
                 if term != self._queue.leader:
                     term = self._queue.leader
                     self._books_stand = False
-                    self._pending.clear()
-                    self._pending.add(await self._queue.claim(everything=True))
-                    more = len(self._pending) > 0
+                    self._scheduler.clear()
+                    self._scheduler.add(await self._queue.claim(everything=True), time.time())
+                    more = self._waiting > 0
                 arrived = await self._queue.read(block=not more)
-                self._ended.update(str(completion.outcome) for completion in arrived.completions)
+                self._hear(arrived)
                 # Nobody waited and nothing ended: there can only be less room than the books say, if any.
                 ended = arrived.completions or arrived.relayed
-                at_once = self._books_stand and not len(self._pending) and not ended
-                self._pending.add(arrived.tickets)
-                more = await self._decide(at_once=at_once and len(self._pending) > 0)
+                at_once = self._books_stand and not self._waiting and not ended
+                self._scheduler.add(arrived.tickets, time.time())
+                more = await self._decide(at_once=at_once and self._waiting > 0)
             except Unreachable as error:
                 log.warning("scheduling_paused", error=str(error))
                 term = ""
@@ -209,33 +210,51 @@ class Conductor:
         `at_once`: on the books as they stand, which saves new tickets a round trip; Redis refuses what no
         longer fits.
         """
+        scheduler = self._scheduler
         self._books_stand = False
         if not at_once:
-            self._books = await self._queue.books(list(islice(self._pending, HEADS)))
-            self._pending.forget(self._books.gone)
+            self._books = await self._queue.books(scheduler.pending.first(HEADS))
+            scheduler.forget(self._books.gone)
         books = self._books
         shards = self._shards(books)
-        decided = list(islice(first_come(self._pending, shards, mode=books.mode), PASS_MOST))
-        done = await self._commit(
-            [Commit(ticket, one, shards) for ticket, one in decided if isinstance(one, Grant)]
-        )
+        decided = list(islice(scheduler.decide(shards, books.mode, time.time()), PASS_MOST))
+        await self._commit([Commit(ticket, one, shards) for ticket, one in decided if isinstance(one, Grant)])
         for ticket, one in decided:
             if not isinstance(one, Grant):
                 await self._queue.refuse(ticket, one)
-                done.append(ticket.handle)
+                scheduler.forget((ticket.handle,))
                 log.info("ticket_refused", handle=ticket.handle, reason=one.reason)
-        self._pending.forget(done)
         self._books_stand = True
         if at_once:
-            return len(self._pending) > 0
-        return bool(books.gone) or (bool(done) and len(decided) == PASS_MOST)
+            return self._waiting > 0
+        return bool(books.gone) or len(decided) == PASS_MOST
 
-    async def _commit(self, commits: Sequence[Commit]) -> list[str]:
-        """Handles that need no further decision; the books are those after it."""
+    async def _commit(self, commits: Sequence[Commit]) -> None:
+        """The books are those after it; what could not be committed waits on."""
         if not commits:
-            return []
+            return
         results, self._books = await self._queue.commit_and_read(commits)
-        return [one.ticket.handle for one, result in zip(commits, results, strict=True) if result in DECIDED]
+        now_s = time.time()
+        for one, result in zip(commits, results, strict=True):
+            if result == "granted":
+                self._scheduler.granted(one.ticket, one.grant, now_s)
+                continue
+            self._scheduler.failed(one.ticket, now_s)
+            if result in OVER:
+                self._scheduler.forget((one.ticket.handle,))
+
+    def _hear(self, arrived: Arrived) -> None:
+        """What became of requests that were granted."""
+        now_s = time.time()
+        for relayed in arrived.relayed:
+            self._scheduler.relayed(relayed, now_s)
+        for completion in arrived.completions:
+            self._ended[str(completion.outcome)] += 1
+            self._scheduler.ended(completion, now_s)
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._scheduler.pending)
 
     def _shards(self, books: Books) -> list[ShardView]:
         views = (watched.view() for watched in self._supervisor.watched())

@@ -1,13 +1,14 @@
 """Undecided tickets in the order in which they are served.
 
 A ticket takes its turn as if it had come HEAD_START_S earlier for each class above normal, later for each
-below.  So classes are told apart among requests that wait together, within a class nobody loses a place,
-and nobody starves: what came more than one head start per class later never goes before.
+below, and later by what its own length is worth.  So classes and lengths are told apart among requests that
+wait together, equals never lose a place, and nobody starves: whatever comes more than that later goes behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from orchestrator.core.ticket import Ticket
 
@@ -22,42 +23,56 @@ def turn_ms(arrived_ms: float, priority: int) -> float:
     return arrived_ms - priority * HEAD_START_S * 1000
 
 
-def _turn(item: tuple[Place, Ticket]) -> tuple[float, Place]:
-    place, ticket = item
-    return turn_ms(place[0], ticket.priority), place
+def by_arrival(_ticket: Ticket) -> float:
+    """Lengths count for nothing."""
+    return 0.0
+
+
+def _place(item: tuple[Place, Ticket]) -> Place:
+    return item[0]
 
 
 class Pending:
-    """By turn, and by handle.  One place per handle: a later one replaces it."""
+    """By turn, and by handle.  One place per handle: a later one replaces it.
 
-    def __init__(self) -> None:
+    `later_s`: by how much a ticket stands behind one that came with it and costs nothing.
+    """
+
+    def __init__(self, later_s: Callable[[Ticket], float] = by_arrival) -> None:
+        self._later_s = later_s
+        self._turns: list[tuple[float, Place]] = []
         self._tickets: dict[Place, Ticket] = {}
-        self._places: dict[str, Place] = {}
+        self._turn_of: dict[str, tuple[float, Place]] = {}
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._turns)
 
     def __iter__(self) -> Iterator[Ticket]:
-        return iter(self._tickets.values())
+        """In order, of those that wait now."""
+        return iter(self.first(len(self)))
+
+    def first(self, most: int) -> list[Ticket]:
+        """The next ones, at most so many."""
+        return [self._tickets[place] for _, place in self._turns[:most]]
 
     def add(self, tickets: Mapping[Place, Ticket]) -> None:
         """New tickets usually come last; claimed ones and those of a higher class come before others."""
-        last = next(reversed(self._tickets.items()), None)
-        arrived = sorted(tickets.items(), key=_turn)
-        for place, ticket in arrived:
+        for place, ticket in sorted(tickets.items(), key=_place):
             self.forget((ticket.handle,))
+            turn = (turn_ms(place[0], ticket.priority) + self._later_s(ticket) * 1000, place)
+            insort(self._turns, turn)
             self._tickets[place] = ticket
-            self._places[ticket.handle] = place
-        if arrived and last is not None and _turn(arrived[0]) < _turn(last):
-            self._tickets = dict(sorted(self._tickets.items(), key=_turn))
+            self._turn_of[ticket.handle] = turn
 
     def forget(self, handles: Iterable[str]) -> None:
         """Unknown handles are ignored."""
         for handle in handles:
-            place = self._places.pop(handle, None)
-            if place is not None:
-                del self._tickets[place]
+            turn = self._turn_of.pop(handle, None)
+            if turn is not None:
+                del self._turns[bisect_left(self._turns, turn)]
+                del self._tickets[turn[1]]
 
     def clear(self) -> None:
+        self._turns.clear()
         self._tickets.clear()
-        self._places.clear()
+        self._turn_of.clear()

@@ -1,21 +1,33 @@
-"""Which shards serve a request: first come, first served, and nothing promised that is not there.
+"""Which shards serve a request: the least predicted finish, and nothing promised that is not there.
 
-Pure: conductor, gateways and the fake queue all decide with it.  `reserve` books a grant on the snapshot,
-so that a batch of decisions never counts the same room twice.  Reasons are short words for metrics.
+Pure: conductor, gateways, the fake queue and the simulator all decide with it.  Without a cost model a
+request is split whenever it can be, and the least loaded shards take it.  Reasons are words for metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from orchestrator.core.link import link
-from orchestrator.core.shard import ShardState
-from orchestrator.core.ticket import Choice, Grant, Leg, ShardView, Ticket
-from tgi_patches.contract import Fingerprint, Role
-from tgi_patches.heads import held
+from orchestrator.core.fleet import BY_RANK, OPEN, Capacity, Fleet, Room, capacity
+from orchestrator.core.predict import Prediction, cheaper, mixed_s, separated_s
+from orchestrator.core.ticket import Choice, Grant, Leg, ShardView, SharedRecord, Ticket
+from tgi_patches.contract import Role
+
+__all__ = [
+    "Capacity",
+    "Decision",
+    "Hint",
+    "Mode",
+    "Policy",
+    "Refuse",
+    "Wait",
+    "capacity",
+    "decide",
+    "first_come",
+    "release",
+    "reserve",
+]
 
 _MIXED_ORDER = (Role.MIXED, Role.DECODE, Role.PREFILL)
 _ONE_TOKEN_ORDER = (Role.PREFILL, Role.MIXED, Role.DECODE)
@@ -67,24 +79,27 @@ class Refuse:
 Decision = Grant | Wait | Refuse
 
 
-class Capacity(NamedTuple):
-    """What one shard can be promised at most; the commit script checks the same four numbers."""
-
-    kv_tokens: int
-    slots: int
-    requests: int
-    """Legs of any kind at once: beyond it the server itself answers 429."""
-    arena_bytes: int
-    """Half of the ring, so that a record is not overwritten before it is read."""
+def always_open(_room: Room, _prompt_tokens: int) -> bool:
+    """Where prefill shards take whatever has room."""
+    return True
 
 
-def capacity(view: ShardView) -> Capacity:
-    return Capacity(
-        kv_tokens=view.kv_tokens,
-        slots=view.slots,
-        requests=view.limits.max_concurrent_requests,
-        arena_bytes=view.ring_bytes // 2,
-    )
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a scheduler knows beyond the shards.  Without one, everything is open and nothing is hot."""
+
+    gate: Callable[[Room, int], bool] = always_open
+    """May a prompt of so many tokens be let through to this prefill shard now?"""
+    shared: SharedRecord | None = None
+    """A record of the same prompt."""
+    only: Collection[str] | None = None
+    """Decode shards that the request has to keep to; None for all."""
+    avoid: Collection[str] = ()
+    """Decode shards that others need more."""
+    holder: str = ""
+    """The prefill shard that computed this prompt's beginning before."""
+    new_tokens: int = 128
+    """How many tokens an answer has, on the average."""
 
 
 @dataclass(slots=True)  # never changed; not frozen, which costs each request three times as much
@@ -93,49 +108,81 @@ class _Request:
 
     ticket: Ticket
     max_new_tokens: int
+    policy: Policy
+    hint: Hint
+    _kv: dict[int, int] = field(default_factory=dict)
 
-    def kv_tokens(self, view: ShardView) -> int:
+    def kv_tokens(self, room: Room) -> int:
         """Prompt and output in whole blocks of this shard's pool."""
-        block = max(view.fingerprint.block_size, 1)
-        return -(-(self.ticket.prompt_tokens + self.max_new_tokens) // block) * block
+        block = room.block
+        tokens = self._kv.get(block)
+        if tokens is None:
+            tokens = -(-(self.ticket.prompt_tokens + self.max_new_tokens) // block) * block
+            self._kv[block] = tokens
+        return tokens
 
-    def record_bytes(self, view: ShardView) -> int:
-        return self.ticket.prompt_tokens * view.bytes_per_token
+    def record_bytes(self, room: Room) -> int:
+        return self.ticket.prompt_tokens * room.view.bytes_per_token
+
+    @property
+    def new_tokens(self) -> int:
+        """That the answer will probably have."""
+        return min(self.max_new_tokens, self.hint.new_tokens)
+
+    @property
+    def choice(self) -> Choice | None:
+        return self.ticket.choice or self.policy.choice
 
 
-Pair = tuple[ShardView, ShardView]
-"""Prefill, decode."""
+_PLAIN_POLICY = Policy()
+_PLAIN_HINT = Hint()
+_NORMAL = Mode()
 
 
-def decide(ticket: Ticket, shards: Sequence[ShardView], *, mode: Mode | None = None) -> Decision:
+def decide(
+    ticket: Ticket,
+    shards: Sequence[ShardView] | Fleet,
+    *,
+    mode: Mode | None = None,
+    policy: Policy | None = None,
+    hint: Hint | None = None,
+) -> Decision:
     """The shards for `ticket`, from a snapshot with all reservations in it."""
-    request = _Request(ticket, capped(ticket.max_new_tokens, mode or Mode()))
-    if shards and all(request.kv_tokens(view) > view.kv_tokens for view in shards):
-        return _too_large(request, shards)
-    ready = [view for view in shards if view.state == ShardState.READY]
-    if not ready:
+    fleet = shards if isinstance(shards, Fleet) else Fleet(shards)
+    allowed = capped(ticket.max_new_tokens, mode or _NORMAL)
+    request = _Request(ticket, allowed, policy or _PLAIN_POLICY, hint or _PLAIN_HINT)
+    if _too_large(request, fleet):
+        return _refusal(request, fleet)
+    if not fleet.ready:
         return Wait("no_shard_ready")
-    pairs = _pairs(request, ready)
-    if isinstance(pairs, str):
+    if request.hint.shared is not None and (grant := _shared(request, fleet)) is not None:
+        return grant
+    obstacle = _obstacle(request, fleet)
+    if obstacle:
         order = _ONE_TOKEN_ORDER if request.max_new_tokens == 1 else _MIXED_ORDER
-        return _mixed(request, ready, order, pairs) or Wait("full")
-    return _separated(request, pairs) or _overflow(request, ready, pairs)
+        return _mixed(request, fleet, order, obstacle) or Wait("full")
+    return _either(request, fleet)
 
 
 def first_come(
-    tickets: Iterable[Ticket], shards: Sequence[ShardView], *, mode: Mode | None = None
+    tickets: Iterable[Ticket],
+    shards: Sequence[ShardView] | Fleet,
+    *,
+    mode: Mode | None = None,
+    policy: Policy | None = None,
 ) -> Iterator[tuple[Ticket, Grant | Refuse]]:
     """Decisions in order, each on what the earlier ones left, up to the first ticket that has to wait.
 
     Nobody overtakes it: a large request would starve behind small ones.
     """
+    fleet = shards if isinstance(shards, Fleet) else Fleet(shards)
     for ticket in tickets:
-        decision = decide(ticket, shards, mode=mode)
+        decision = decide(ticket, fleet, mode=mode, policy=policy)
         if isinstance(decision, Wait):
             return
         yield ticket, decision
         if isinstance(decision, Grant):
-            shards = reserve(shards, decision)
+            fleet.book(decision)
 
 
 def capped(max_new_tokens: int, mode: Mode) -> int:
@@ -165,172 +212,287 @@ def _is_leg(view: ShardView, leg: Leg) -> bool:
     return view.shard == leg.shard and view.epoch == leg.epoch
 
 
-# --- separated ----------------------------------------------------------------------------------
+# --- which way ----------------------------------------------------------------------------------
 
 
-def _pairs(request: _Request, ready: Sequence[ShardView]) -> list[Pair] | str:
-    """The pairs that could serve the request when idle, or the word why it is served mixed."""
+def _obstacle(request: _Request, fleet: Fleet) -> str:
+    """The word why the request is served mixed whatever the load; empty where a pair could serve it idle."""
     if not request.ticket.splittable:
         return "unsplittable"
     if request.max_new_tokens == 1:
         return "one_token"
-    decodes = [view for view in ready if view.role is Role.DECODE]
+    if request.choice is Choice.MIXED:
+        return "forced"
+    decodes, prefills = fleet.by_role[Role.DECODE], fleet.by_role[Role.PREFILL]
     if not decodes:
         return "no_decode_shard"
-    prefills = [view for view in ready if view.role is Role.PREFILL]
     if not prefills:
         return "no_prefill_shard"
-    fit: list[Pair] = []
     furthest = (-1, "")
     for prefill in prefills:
         for decode in decodes:
-            obstacle = _obstacle(request, prefill, decode)
-            if obstacle is None:
-                fit.append((prefill, decode))
-            elif obstacle[0] > furthest[0]:
-                furthest = obstacle
-    return fit or furthest[1]
+            met = _between(request, fleet, prefill, decode)
+            if met[0] == OPEN:
+                return ""
+            furthest = max(furthest, met, key=lambda each: each[0])
+    return furthest[1]
 
 
-def _obstacle(request: _Request, prefill: ShardView, decode: ShardView) -> tuple[int, str] | None:
-    """What keeps a pair from serving the request when idle: how far it came, and the word for it."""
-    if not (prefill.hooked and decode.hooked):
-        return 0, "unhooked"
-    differing = difference(prefill, decode)
-    if differing is not None:
-        return 1, f"fingerprint_{differing}"
-    if link(prefill, decode) is None:
-        return 2, "no_link"
-    if not _record_fits(request, prefill):
+def _between(request: _Request, fleet: Fleet, prefill: Room, decode: Room) -> tuple[int, str]:
+    """The way between two shards, or what keeps them from serving the request when idle."""
+    way = fleet.ways.between(prefill.view, decode.view)
+    if way[0] != OPEN:
+        return way
+    if not prefill.fits(request.record_bytes(prefill)):
         return 3, "record_too_large"
-    if request.kv_tokens(decode) > decode.kv_tokens:
+    if request.kv_tokens(decode) > decode.limit.kv_tokens:
         return 4, "decode_too_small"
-    return None
+    return way
 
 
-def difference(prefill: ShardView, decode: ShardView) -> str | None:
-    """The first field that keeps two shards from sharing KV; None if they may pair."""
-    return _difference(prefill.fingerprint, decode.fingerprint)
+def _either(request: _Request, fleet: Fleet) -> Grant | Wait:
+    """A pair, or one shard where the cost model says that splitting does not pay."""
+    pair = _pair(request, fleet)
+    compared = fleet.priced and request.choice is None
+    whole = _cheapest_whole(request, fleet) if compared else None
+    predictions: dict[str, float] = {}
+    if pair is not None and fleet.priced:
+        predictions[Choice.SEPARATED] = (split := _of_pair(request, pair)).finish_s
+        if whole is not None:
+            predictions[Choice.MIXED] = whole[1].finish_s
+            if cheaper(whole[1], split, request.policy.ttft_s, request.policy.tpot_s):
+                return _whole_grant(request, whole[0], "break_even", predictions)
+    if pair is None or not pair.now:
+        reason = _full_reason(request, fleet) if pair is None else "prefill_window"
+        if pair is None or not fleet.priced:
+            # A shard launched for mixed work takes what finds no pair with room.
+            return _mixed(request, fleet, (Role.MIXED,), reason) or Wait(reason)
+        return Wait(reason)
+    return _split_grant(request, pair, predictions)
 
 
-@lru_cache(maxsize=1024)
-def _difference(prefill: Fingerprint, decode: Fingerprint) -> str | None:
-    mine, theirs = prefill.content(), decode.content()
-    for name, value in mine.items():
-        if value != theirs[name]:
-            return name
-    return None if _splits(prefill) and _splits(decode) else "tensor_parallel"
+def _full_reason(request: _Request, fleet: Fleet) -> str:
+    with_room = [room for room in fleet.by_role[Role.DECODE] if room.takes(request.kv_tokens(room))]
+    only = request.hint.only
+    if only is not None and not any(room.view.shard in only for room in with_room):
+        return "hot_full"
+    return "prefill_full" if with_room else "decode_full"
 
 
-def _splits(fingerprint: Fingerprint) -> bool:
-    """True when every rank has whole heads: its records can then be cut for any other number of ranks."""
-    try:
-        held(fingerprint.kv_heads, fingerprint.tensor_parallel, 0)
-    except ValueError:
-        return False
-    return True
+# --- separated ----------------------------------------------------------------------------------
 
 
-def _record_fits(request: _Request, prefill: ShardView) -> bool:
-    """Of each rank, as its ring and its bytes per token are."""
-    size = request.record_bytes(prefill)
-    return size <= prefill.record_limit_bytes and size <= capacity(prefill).arena_bytes
+@dataclass(slots=True)
+class _Pair:
+    prefill: Room
+    decode: Room
+    pull: str
+    now: bool
+    """False: the prefill shard takes no further prompt of this length at the moment."""
 
 
-def _separated(request: _Request, pairs: Sequence[Pair]) -> Grant | None:
-    """The least loaded prefill shard with the least loaded decode shard, among pairs with room."""
-    for prefill, decode in sorted(pairs, key=_pair_load) if len(pairs) > 1 else pairs:
-        if _has_arena(request, prefill) and _has_room(request, decode):
-            return Grant(
-                handle=request.ticket.handle,
-                choice=Choice.SEPARATED,
-                reason="pair",
-                decode=_leg(decode),
-                prefill=_leg(prefill),
-                kv_tokens=request.kv_tokens(decode),
-                record_bytes=request.record_bytes(prefill),
-                max_new_tokens=request.max_new_tokens,
-                pull=link(prefill, decode) or "",
-            )
-    return None
+def _pair(request: _Request, fleet: Fleet) -> _Pair | None:
+    """The prefill shard that is free first with the decode shard that steps fastest, both with room.
+
+    Shards that take the prompt now go before those whose window is closed.
+    """
+    closed: _Pair | None = None
+    gate, tokens = request.hint.gate, request.ticket.prompt_tokens
+    for prefill in _by_turn(request, fleet.by_role[Role.PREFILL]):
+        if closed is not None and not gate(prefill, tokens):
+            continue
+        record_bytes = request.record_bytes(prefill)
+        if not (prefill.exports(record_bytes) and prefill.fits(record_bytes)):
+            continue
+        decode = _decode_for(request, fleet, prefill)
+        if decode is None:
+            continue
+        pair = _Pair(prefill, *decode, now=gate(prefill, tokens))
+        if pair.now:
+            return pair
+        closed = pair
+    return closed
 
 
-def _pair_load(pair: Pair) -> tuple[int, int, float, int, bool, str, str]:
-    """Where loads are equal, a record that need not travel decides; then names."""
-    prefill, decode = pair
-    return (*_prefill_load(prefill), *_decode_load(decode), bool(link(*pair)), prefill.shard, decode.shard)
+def _by_turn(request: _Request, prefills: Sequence[Room]) -> Iterator[Room]:
+    """By rank; the holder of the prompt's beginning first, unless it has much more to do than the others."""
+    if len(prefills) == 1:
+        yield prefills[0]
+        return
+    first = min(prefills, key=BY_RANK)
+    holder = request.hint.holder
+    if holder and holder != first.view.shard:
+        own = next((room for room in prefills if room.view.shard == holder), None)
+        if own is not None and _bounded(own, prefills):
+            yield own
+    yield first
+    yield from sorted(prefills, key=BY_RANK)
 
 
-def _overflow(request: _Request, ready: Sequence[ShardView], pairs: Sequence[Pair]) -> Grant | Wait:
-    """No pair has room now: a shard launched for mixed work takes it, or it waits."""
-    decode_full = not any(_has_room(request, decode) for _, decode in pairs)
-    reason = "decode_full" if decode_full else "prefill_full"
-    return _mixed(request, ready, (Role.MIXED,), reason) or Wait(reason)
+LOAD_BOUND = 1.25
+"""Of the mean load, one prompt aside: beyond it a prefix is no reason to wait (bounded-load hashing)."""
 
 
-def _has_arena(request: _Request, prefill: ShardView) -> bool:
-    limit = capacity(prefill)
-    return (
-        prefill.outstanding_bytes + request.record_bytes(prefill) <= limit.arena_bytes
-        and _legs(prefill) + 1 <= limit.requests
+def _bounded(room: Room, prefills: Sequence[Room]) -> bool:
+    return room.records <= LOAD_BOUND * sum(each.records for each in prefills) / len(prefills)
+
+
+def _decode_for(request: _Request, fleet: Fleet, prefill: Room) -> tuple[Room, str] | None:
+    """The decode shard for records of `prefill`, and where it pulls them from.
+
+    Arenas that both map go first, unless the shard there is slower by more than the pull takes.
+    """
+    best: tuple[tuple[bool, float, bool, int, int], Room, str] | None = None
+    only, avoid, bytes_ = request.hint.only, request.hint.avoid, request.record_bytes(prefill)
+    for room in fleet.by_role[Role.DECODE]:
+        name = room.view.shard
+        kv_tokens = request.kv_tokens(room)
+        if not room.takes(kv_tokens) or (only is not None and name not in only):
+            continue
+        far, pull = fleet.ways.between(prefill.view, room.view)
+        if far != OPEN:
+            continue
+        load, legs, order = room.rank
+        if pull and room.costs.pull is not None:
+            load += room.costs.pull.seconds(bytes_) / max(request.new_tokens, 1)
+        rank = (name in avoid, load, bool(pull), legs, order)
+        if best is None or rank < best[0]:
+            best = rank, room, pull
+    return None if best is None else best[1:]
+
+
+def _of_pair(request: _Request, pair: _Pair) -> Prediction:
+    return separated_s(
+        pair.prefill,
+        pair.decode,
+        prompt_tokens=request.ticket.prompt_tokens,
+        record_bytes=request.record_bytes(pair.prefill),
+        new_tokens=request.new_tokens,
+        pull=bool(pair.pull),
     )
 
 
-def _prefill_load(view: ShardView) -> tuple[int, int]:
-    """Outstanding work in KV bytes, mixed requests included; ties by count."""
-    work = view.outstanding_bytes + view.reserved_kv_tokens * view.bytes_per_token
-    return work, _legs(view)
+def _split_grant(request: _Request, pair: _Pair, predicted: dict[str, float]) -> Grant:
+    return Grant(
+        handle=request.ticket.handle,
+        choice=Choice.SEPARATED,
+        reason="pair",
+        decode=pair.decode.leg(),
+        prefill=pair.prefill.leg(),
+        kv_tokens=request.kv_tokens(pair.decode),
+        record_bytes=request.record_bytes(pair.prefill),
+        max_new_tokens=request.max_new_tokens,
+        pull=pair.pull,
+        predicted=predicted,
+    )
+
+
+def _shared(request: _Request, fleet: Fleet) -> Grant | None:
+    """A decode shard that reads the record of an earlier request in place."""
+    shared = request.hint.shared
+    assert shared is not None, "asked for where there is one"
+    owner = fleet.room(shared.owner)
+    if owner is None:
+        return None
+    only = request.hint.only
+    found = [
+        room
+        for room in fleet.by_role[Role.DECODE]
+        if (only is None or room.view.shard in only)
+        and room.takes(request.kv_tokens(room))
+        and fleet.ways.between(owner.view, room.view) == (OPEN, "")
+    ]
+    if not found:
+        return None
+    decode = min(found, key=lambda room: (room.view.shard in request.hint.avoid, room.rank))
+    return Grant(
+        handle=request.ticket.handle,
+        choice=Choice.SEPARATED,
+        reason="shared",
+        decode=decode.leg(),
+        prefill=None,
+        kv_tokens=request.kv_tokens(decode),
+        record_bytes=0,
+        max_new_tokens=request.max_new_tokens,
+        shared=shared,
+    )
 
 
 # --- mixed --------------------------------------------------------------------------------------
 
 
-def _mixed(request: _Request, ready: Sequence[ShardView], order: Sequence[Role], reason: str) -> Grant | None:
+def _mixed(request: _Request, fleet: Fleet, order: Sequence[Role], reason: str) -> Grant | None:
     """The least loaded shard with room, of the first role in `order` that has one."""
     for role in order:
-        with_room = [view for view in ready if view.role is role and _has_room(request, view)]
+        with_room = [room for room in fleet.by_role[role] if room.takes(request.kv_tokens(room))]
         if with_room:
-            shard = min(with_room, key=lambda view: (*_decode_load(view), view.shard))
-            return Grant(
-                handle=request.ticket.handle,
-                choice=Choice.MIXED,
-                reason=reason,
-                decode=_leg(shard),
-                prefill=None,
-                kv_tokens=request.kv_tokens(shard),
-                record_bytes=0,
-                max_new_tokens=request.max_new_tokens,
-            )
+            return _whole_grant(request, min(with_room, key=_fill), reason, {})
     return None
 
 
-def _has_room(request: _Request, view: ShardView) -> bool:
-    limit = capacity(view)
-    return (
-        view.reserved_kv_tokens + request.kv_tokens(view) <= limit.kv_tokens
-        and view.reserved_slots + 1 <= limit.slots
-        and _legs(view) + 1 <= limit.requests
+def _fill(room: Room) -> tuple[float, int, int]:
+    """The fuller of pool and slots, as a share; ties by count, then by name."""
+    kv = room.kv_tokens / max(room.limit.kv_tokens, 1)
+    return max(kv, room.slots / max(room.limit.slots, 1)), room.legs, room.order
+
+
+def _cheapest_whole(request: _Request, fleet: Fleet) -> tuple[Room, Prediction] | None:
+    """The shard that would serve the request best by itself, without a prefill shard's help."""
+    best: tuple[Room, Prediction] | None = None
+    tokens, new = request.ticket.prompt_tokens, request.new_tokens
+    only, avoid = request.hint.only, request.hint.avoid
+    for role in (Role.MIXED, Role.DECODE):
+        rooms = fleet.by_role[role]
+        if avoid or only is not None:
+            rooms = [
+                room
+                for room in rooms
+                if room.view.shard not in avoid and (only is None or room.view.shard in only)
+            ]
+        if not rooms:
+            continue
+        room = min(rooms, key=BY_RANK)
+        if not room.takes(request.kv_tokens(room)):
+            continue
+        found = mixed_s(room, prompt_tokens=tokens, new_tokens=new)
+        if best is None or found.cost_s < best[1].cost_s:
+            best = room, found
+    return best
+
+
+def _whole_grant(request: _Request, room: Room, reason: str, predicted: dict[str, float]) -> Grant:
+    return Grant(
+        handle=request.ticket.handle,
+        choice=Choice.MIXED,
+        reason=reason,
+        decode=room.leg(),
+        prefill=None,
+        kv_tokens=request.kv_tokens(room),
+        record_bytes=0,
+        max_new_tokens=request.max_new_tokens,
+        predicted=predicted,
     )
 
 
-def _decode_load(view: ShardView) -> tuple[float, int]:
-    """The fuller of pool and slots, as a share; ties by count."""
-    kv = view.reserved_kv_tokens / max(view.kv_tokens, 1)
-    return max(kv, view.reserved_slots / max(view.slots, 1)), _legs(view)
+# --- never --------------------------------------------------------------------------------------
 
 
-def _legs(view: ShardView) -> int:
-    return view.reserved_slots + view.outstanding_records
+def _too_large(request: _Request, fleet: Fleet) -> bool:
+    """By the roomiest pool: blocks are whole, so each shard is asked only where it is close."""
+    tokens = request.ticket.prompt_tokens + request.max_new_tokens
+    if tokens + 1024 <= fleet.most_kv_tokens:
+        return False
+    return bool(fleet.views) and all(_blocks(tokens, view) > view.kv_tokens for view in fleet.views)
 
 
-def _leg(view: ShardView) -> Leg:
-    return Leg(shard=view.shard, epoch=view.epoch, url=view.url, sidecar_url=view.sidecar_url)
+def _blocks(tokens: int, view: ShardView) -> int:
+    block = max(view.fingerprint.block_size, 1)
+    return -(-tokens // block) * block
 
 
-def _too_large(request: _Request, shards: Sequence[ShardView]) -> Refuse:
-    most = max(view.kv_tokens for view in shards)
+def _refusal(request: _Request, fleet: Fleet) -> Refuse:
     tokens = request.ticket.prompt_tokens + request.max_new_tokens
     return Refuse(
         "too_large",
-        f"The request needs {tokens} tokens of KV cache and the largest shard holds {most}.",
+        f"The request needs {tokens} tokens of KV cache and the largest shard holds {fleet.most_kv_tokens}.",
     )

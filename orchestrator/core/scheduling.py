@@ -1,44 +1,213 @@
 """The conductor's policy as one object: which tickets go now, and where.  No I/O and no clock.
 
 The conductor and the simulator of `bench scheduler` feed it the same events and apply its decisions.
+Order: by turn, shorter prompts a little earlier; through a window per prefill shard; hot prompts apart.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from orchestrator.core.batching import Windows
+from orchestrator.core.cost import PrefillCost
+from orchestrator.core.fleet import Fleet, Ways
 from orchestrator.core.pending import Pending, Place
-from orchestrator.core.routing import Mode, Policy, Refuse, first_come
-from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket
+from orchestrator.core.routing import Hint, Mode, Policy, Refuse, Wait, decide
+from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, SharedRecord, Ticket
+from tgi_patches.contract import Role
+
+if TYPE_CHECKING:
+    from orchestrator.core.hot_prompts import HotPrompts
+
+PATIENCE = 8.0
+"""A prompt stands behind those that come within so many times its own prefill time."""
+SCAN = 64
+"""Tickets behind a closed window that are looked at in one pass for one that fits an open one."""
+PREFIXES_MOST = 4096
+PASSED_BY = frozenset({"prefill_window", "prefill_full", "hot_full"})
+"""Reasons to wait that do not stop others: what waits for a window has the first claim on the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a scheduler differs from plain first come, first served."""
+
+    patience: float = PATIENCE
+    windows: bool = True
+    new_tokens: int = 128
+    """Of an answer, until enough have ended to know."""
 
 
 class Scheduler:
     """Holds what waits, and what it must remember of what runs.  Times are seconds of one clock."""
 
-    def __init__(self, policy: Policy | None = None) -> None:
+    def __init__(
+        self, policy: Policy | None = None, *, hot: HotPrompts | None = None, tuning: Tuning | None = None
+    ) -> None:
         self.policy = policy or Policy()
-        self.pending = Pending()
+        self.tuning = tuning or Tuning()
+        self.hot = hot
+        """None where prompts are not told apart."""
+        self.pending = Pending(self._later_s)
+        self._windows = Windows()
+        self._ways = Ways()
+        self._prefill: PrefillCost | None = None
+        """Of the first prefill shard that has one: for the order, which needs one number per ticket."""
+        self._prefixes: OrderedDict[int, str] = OrderedDict()
+        self._new_tokens = float(self.tuning.new_tokens)
+
+    # --- what happens ---------------------------------------------------------------------------
 
     def add(self, tickets: Mapping[Place, Ticket], now_s: float) -> None:
         """New tickets, or claimed ones."""
         self.pending.add(tickets)
+        if self.hot is not None:
+            for ticket in tickets.values():
+                self.hot.seen(ticket, now_s)
 
     def forget(self, handles: Iterable[str]) -> None:
         """Tickets that were withdrawn, or decided by others."""
         self.pending.forget(handles)
 
-    def granted(self, ticket: Ticket, grant: Grant, now_s: float) -> None:
+    def clear(self) -> None:
+        """Another term: whatever waits is claimed anew."""
+        self.pending.clear()
+
+    def granted(self, ticket: Ticket, grant: Grant, now_s: float) -> None:  # noqa: ARG002
         """A decision was committed."""
         self.pending.forget((ticket.handle,))
 
+    def failed(self, ticket: Ticket, now_s: float) -> None:
+        """A decision was not committed: the ticket waits on."""
+        self._windows.done(ticket.handle, now_s)
+        if self.hot is not None:
+            self.hot.failed(ticket.handle)
+
     def relayed(self, relayed: Relayed, now_s: float) -> None:
         """A record was imported."""
+        self._windows.done(relayed.handle, now_s)
+        if self.hot is not None:
+            self.hot.imported(relayed.handle, now_s)
 
     def ended(self, completion: Completion, now_s: float) -> None:
         """A request is over."""
+        self._windows.done(completion.handle, now_s)
+        if self.hot is not None:
+            self.hot.ended(completion, now_s)
+        if completion.generated_tokens:
+            self._new_tokens += (completion.generated_tokens - self._new_tokens) * 0.02
+
+    def lost(self, shard: str, epoch: int) -> None:
+        """An incarnation is gone."""
+        if self.hot is not None:
+            self.hot.lost(shard, epoch)
+
+    # --- decisions ------------------------------------------------------------------------------
 
     def decide(
         self, shards: Sequence[ShardView], mode: Mode, now_s: float
     ) -> Iterator[tuple[Ticket, Grant | Refuse]]:
-        """Decisions on `shards`, which has all reservations in it, each on what the earlier ones left."""
-        return first_come(self.pending, shards, mode=mode)
+        """Decisions on `shards`, which has all reservations in it, each on what the earlier ones left.
+
+        Every one is taken for committed until `failed` is told otherwise.
+        """
+        fleet = Fleet(shards, self._ways)
+        prefills = fleet.by_role[Role.PREFILL]
+        if self.tuning.windows:
+            self._windows.begin(prefills, now_s)
+        self._learn_order(fleet)
+        hot = _Hot(self.hot, fleet, now_s)
+        passed_by = 0
+        for ticket in self._next():
+            group = hot.group(ticket)
+            if group in hot.full:
+                continue
+            hint = self._hint(ticket, hot, group)
+            decision = decide(ticket, fleet, mode=mode, policy=self.policy, hint=hint)
+            if isinstance(decision, Wait):
+                if decision.reason == "hot_full":
+                    hot.full.add(group)
+                    continue
+                passed_by += 1
+                if decision.reason not in PASSED_BY or passed_by >= SCAN:
+                    return
+                continue
+            if isinstance(decision, Grant):
+                self._take(ticket, decision, fleet, now_s)
+            yield ticket, decision
+
+    def _next(self) -> Iterator[Ticket]:
+        """The pending ones in order, read in pieces: a pass seldom needs all of a long queue."""
+        waiting = len(self.pending)
+        piece = self.pending.first(min(waiting, 2 * SCAN))
+        yield from piece
+        if len(piece) < waiting:
+            yield from list(self.pending)[len(piece) :]
+
+    def _take(self, ticket: Ticket, grant: Grant, fleet: Fleet, now_s: float) -> None:
+        fleet.book(grant)
+        if grant.prefill is None:
+            return
+        shard = grant.prefill.shard
+        if self.tuning.windows:
+            self._windows.let_through(ticket.handle, shard, ticket.prompt_tokens)
+        if ticket.prefix:
+            self._prefixes[ticket.prefix] = shard
+            self._prefixes.move_to_end(ticket.prefix)
+            if len(self._prefixes) > PREFIXES_MOST:
+                self._prefixes.popitem(last=False)
+        if self.hot is not None:
+            self.hot.began(ticket, grant, fleet.rooms[shard].view.ring_bytes, now_s)
+
+    def _hint(self, ticket: Ticket, hot: _Hot, group: int | None) -> Hint:
+        return Hint(
+            gate=self._windows.gate,
+            shared=hot.shared(ticket),
+            only=None if group is None else hot.decode_set(group),
+            avoid=hot.avoid if group is None else (),
+            holder=self._prefixes.get(ticket.prefix, ""),
+            new_tokens=self.new_tokens,
+        )
+
+    # --- order ----------------------------------------------------------------------------------
+
+    @property
+    def new_tokens(self) -> int:
+        """That an answer has on the average, lately."""
+        return max(1, round(self._new_tokens))
+
+    def _later_s(self, ticket: Ticket) -> float:
+        cost = self._prefill
+        return 0.0 if cost is None else self.tuning.patience * cost.alone_s(ticket.prompt_tokens)
+
+    def _learn_order(self, fleet: Fleet) -> None:
+        for room in fleet.by_role[Role.PREFILL]:
+            if room.costs.prefill is not None:
+                self._prefill = room.costs.prefill
+                return
+
+
+class _Hot:
+    """What hot prompts mean in one pass."""
+
+    def __init__(self, hot: HotPrompts | None, fleet: Fleet, now_s: float) -> None:
+        self._hot = hot
+        self._now_s = now_s
+        self._decodes = sorted(room.view.shard for room in fleet.by_role[Role.DECODE]) if hot else []
+        self.avoid: frozenset[str] = hot.reserved_for_hot(self._decodes, now_s) if hot else frozenset()
+        """Decode shards that ordinary traffic leaves to the hot groups, while it has a choice."""
+        self.full: set[int | None] = set()
+        """Groups whose decode shards have no room left."""
+
+    def group(self, ticket: Ticket) -> int | None:
+        return None if self._hot is None else self._hot.group_of(ticket, self._now_s)
+
+    def shared(self, ticket: Ticket) -> SharedRecord | None:
+        return None if self._hot is None else self._hot.record_for(ticket, self._now_s)
+
+    def decode_set(self, group: int) -> frozenset[str]:
+        assert self._hot is not None, "a group needs hot prompts"
+        return self._hot.decode_set(group, self._decodes, self._now_s)

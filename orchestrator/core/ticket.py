@@ -48,6 +48,8 @@ class Ticket:
     """Equal for prompts that become the same tokens under the same adapter: they may share a record."""
     simhash: int = 0
     """64 bits, few of which differ between prompts that are nearly the same (core.fingerprint); 0: none."""
+    prefix: int = 0
+    """Equal for prompts that begin with the same text; 0 for those too short to matter."""
     choice: Choice | None = None
     """The client's own wish, where it has one."""
 
@@ -179,6 +181,13 @@ class Relayed:
     """A request's record is where its decode shard needs it: the prefill shard has no more to do for it."""
 
     handle: str
+    first_token_s: float = 0.0
+    """Wall-clock time of the first token at the gateway; 0 where it is not known."""
+    prefill_s: float = 0.0
+    """From the put leg's start to its first token."""
+    relay_s: float = 0.0
+    """From there until the record could be read."""
+    prompt_tokens: int = 0
 
 
 def relayed(grant: Grant) -> Grant:
