@@ -6,7 +6,6 @@ Nothing is reserved for a request that is refused here.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from dataclasses import dataclass
 import orjson
 import structlog
 
+from orchestrator.core import prompt
 from orchestrator.core.estimate import Estimator
+from orchestrator.core.fingerprint import identity, simhash
 from orchestrator.core.redress import Dialect
 from orchestrator.core.shard import ShardState
 from orchestrator.core.ticket import Leg, ShardView, Ticket
@@ -25,7 +26,7 @@ from orchestrator.core.validation import (
     surely_fits,
     validate_parameters,
 )
-from orchestrator.errors import DeadlinePassed, ShardLost, Unavailable
+from orchestrator.errors import DeadlinePassed, ShardLost, Shed, Unavailable
 from orchestrator.queues.protocol import RequestQueue
 from orchestrator.run import Job, Run
 from orchestrator.shards.client import Answer, ShardClient
@@ -47,6 +48,9 @@ class GatewaySettings:
     request_timeout_s: float = 300.0
     wait_timeout_s: float = 5.0
     """How long the get leg is held back for the record."""
+    shared_wait_s: float = 30.0
+    """The same for another request's record, whose prefill may not even have begun; half of what is left
+    of the request's time at most."""
     count_timeout_s: float = 15.0
     """For a shard that counts a prompt's tokens."""
     keep_alive_s: float = 15.0
@@ -90,8 +94,11 @@ class Admission:
         )
 
     async def admit(self, run: Run) -> Ticket:
-        """The request's ticket.  Raises InvalidRequest, or Unavailable when nobody can count."""
+        """The request's ticket.  Raises Shed, InvalidRequest, or Unavailable when nobody can count."""
         job, limits = run.job, self.limits()
+        shed_below = self._queue.mode.shed_below
+        if shed_below is not None and job.priority < shed_below:
+            raise Shed(shed_below)
         check_batch(job.choices, limits)
         valid = validate_parameters(job.parameters, limits, inputs=job.inputs, stream=job.stream)
         run.prompt_tokens = await self._prompt_tokens(job, valid, limits)
@@ -101,6 +108,7 @@ class Admission:
         if job.splittable and valid.do_sample and valid.seed is None:
             run.seed = secrets.randbits(63)
         run.handle = new_handle()
+        words = prompt.text(job.dialect, job.raw) if job.splittable else ""
         now_s = time.time()
         return Ticket(
             handle=run.handle,
@@ -111,8 +119,19 @@ class Admission:
             deadline_s=now_s + self._settings.timeout_s(job.timeout_s),
             splittable=job.splittable,
             priority=job.priority,
-            prompt_hash=_prompt_hash(job),
             model=self.model_name(),
+            prompt_hash=identity(prompt.parts(job.dialect, job.raw)) if job.splittable else "",
+            simhash=simhash(words),
+            prefix=prompt.prefix(job.dialect, job.raw, words),
+            choice=job.choice,
+            greedy=valid.greedy,
+        )
+
+    def may_answer(self, leg: Leg) -> bool:
+        """Nobody knows that the incarnation which `leg` names is gone."""
+        return any(
+            view.shard == leg.shard and view.epoch == leg.epoch and view.state != ShardState.DEAD
+            for view in self._queue.shards()
         )
 
     def learn(self, job: Job, prompt_tokens: int) -> None:
@@ -161,9 +180,3 @@ class Admission:
             return len(answer.json()["tokenize_response"])
         answer = await self.ask_any("/tokenize", orjson.dumps({"inputs": job.inputs}), job.request_id)
         return len(answer.json())
-
-
-def _prompt_hash(job: Job) -> str:
-    """Equal for equal prompts; says nothing of their text."""
-    text = orjson.dumps(job.raw.get("messages")) if job.inputs is None else job.inputs.encode()
-    return hashlib.blake2b(text, digest_size=16).hexdigest()

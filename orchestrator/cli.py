@@ -11,6 +11,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from orchestrator.cli_bench import bench_app
+from orchestrator.cli_options import (
+    Config,
+    Deployment,
+    Dtype,
+    Json,
+    KeysFile,
+    Listen,
+    Model,
+    RedisUrl,
+    TlsCert,
+    TlsKey,
+    Url,
+    Workers,
+)
 from orchestrator.errors import ConfigError, OrchestratorError
 from tgi_patches.contract import ContractError
 
@@ -39,21 +54,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
-bench_app = typer.Typer(help="Measure ratios on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
-
-Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file with settings.")]
-Deployment = Annotated[str | None, typer.Option("--deployment", "-d", help="Name of the deployment.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Url = Annotated[str | None, typer.Option("--url", help="A gateway; the default is the running deployment's.")]
-Model = Annotated[str | None, typer.Option("--model", help="Hub id or local folder of a decoder model.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or int8.")]
-RedisUrl = Annotated[str | None, typer.Option("--redis", help="Redis URL; the default is an own server.")]
-Listen = Annotated[str | None, typer.Option(help="Address of the gateway, such as 127.0.0.1:3000.")]
-Workers = Annotated[int | None, typer.Option(min=1, max=64, help="Gateway processes that share the port.")]
-TlsCert = Annotated[Path | None, typer.Option("--tls-cert", help="Certificate chain (PEM) for HTTPS.")]
-TlsKey = Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).")]
-KeysFile = Annotated[Path | None, typer.Option("--keys-file", help="YAML file with named API keys.")]
 
 
 @app.callback()
@@ -211,6 +212,28 @@ def logs(
     show_log(deployment_name(config, deployment), shard, lines=lines, follow=follow)
 
 
+@app.command()
+def degrade(
+    config: Config = None,
+    deployment: Deployment = None,
+    redis: Annotated[
+        str | None, typer.Option("--redis", help="Redis URL; the default is the running deployment's.")
+    ] = None,
+    to: Annotated[str | None, typer.Option(help="Hold this level: 0 to 4, or its name.")] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Let the conductor choose again.")] = False,
+    reason: Annotated[str, typer.Option(help="Why, in a sentence that clients and operators see.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would hold, change nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the mode, or set it: shorter answers, then only requests that matter more."""
+    from orchestrator.commands.common import settings_of
+    from orchestrator.commands.degrade import Wish, degrade_deployment
+
+    loaded = settings_of(config, {"deployment": deployment, "redis.url": redis})
+    wish = Wish(to=to, auto=auto, reason=reason, dry_run=dry_run)
+    degrade_deployment(loaded, wish, as_json=as_json)
+
+
 @config_app.command("show")
 def config_show(
     config: Config = None,
@@ -251,106 +274,6 @@ def verify(
         concurrency=concurrency,
     )
     run_verify(loaded, wanted, as_json=as_json)
-
-
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")]
-
-
-@bench_app.command("shard")
-def bench_shard(
-    config: Config = None, model: Model = None, dtype: Dtype = None, rounds: Rounds = 9, as_json: Json = False
-) -> None:
-    """The embedded shard's engine against a bare transformers loop."""
-    from orchestrator.commands import bench
-    from orchestrator.commands.common import settings_of
-
-    loaded = settings_of(config, {"model.id": model, "model.dtype": dtype})
-    bench.bench_shard(loaded, rounds=rounds, as_json=as_json)
-
-
-@bench_app.command("bridge")
-def bench_bridge(
-    size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Record size in MiB; may be repeated.")
-    ] = None,
-    rounds: Rounds = 9,
-    as_json: Json = False,
-) -> None:
-    """A KV record through the arena against memcpy and a safetensors file."""
-    from orchestrator.commands import bench
-
-    bench.bench_bridge(sizes_mib=size or (16, 128), rounds=rounds, as_json=as_json)
-
-
-@bench_app.command("pull")
-def bench_pull(
-    size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Record size in MiB; may be repeated.")
-    ] = None,
-    rounds: Rounds = 9,
-    serve: Annotated[str, typer.Option(help="Be the other host, at HOST:PORT, until interrupted.")] = "",
-    peer: Annotated[
-        str, typer.Option("--from", help="HOST:PORT of the other host; the default starts one here.")
-    ] = "",
-    as_json: Json = False,
-) -> None:
-    """A KV record between hosts against memcpy, a raw socket, gloo and nixl."""
-    from orchestrator.commands import bench
-
-    bench.bench_pull(sizes_mib=size or (1, 8, 64), rounds=rounds, serve=serve, peer=peer, as_json=as_json)
-
-
-@bench_app.command("relay")
-def bench_relay(
-    config: Config = None,
-    deployment: Deployment = None,
-    rounds: Rounds = 9,
-    requests: Annotated[
-        int, typer.Option(min=0, help="Watch memory over so many requests; 0 leaves it out.")
-    ] = 0,
-    as_json: Json = False,
-) -> None:
-    """What the separated path adds to the time to first token of the running deployment."""
-    from orchestrator.commands import bench
-    from orchestrator.commands.common import deployment_name, running_state
-
-    state = running_state(deployment_name(config, deployment))
-    bench.bench_relay(state, rounds=rounds, requests=requests, as_json=as_json)
-
-
-@bench_app.command("gateway")
-def bench_gateway(
-    rounds: Annotated[int, typer.Option(min=1, max=99, help="Rounds; medians are reported.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter requests.")] = False,
-    only: Annotated[str, typer.Option(help="Gateways with commas between, such as ours,aiohttp.")] = "",
-    measure: Annotated[
-        str, typer.Option(help="Of event, flood, request, ttft, pool and open, with commas between.")
-    ] = "",
-    route: Annotated[str, typer.Option(help="chat, completions or generate.")] = "chat",
-    as_json: Json = False,
-) -> None:
-    """CPU time per token event and per request against nginx, vllm-router, aiohttp and FastAPI."""
-    from orchestrator.commands import bench
-
-    bench.bench_gateway(only=only, measures=measure, rounds=rounds, quick=quick, route=route, as_json=as_json)
-
-
-@bench_app.command("interference")
-def bench_interference(
-    config: Config = None,
-    model: Model = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "int8",
-    long: Annotated[bool, typer.Option("--long/--quick", help="Eight minutes, or at most 90 s.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for interference.json and .png.")] = None,
-    as_json: Json = False,
-) -> None:
-    """What mixing prefill into decode costs on this machine, and what separation buys."""
-    from orchestrator.commands import bench
-    from orchestrator.commands.common import settings_of
-
-    bench.bench_interference(
-        settings_of(config, {"model.id": model}), long=long, dtype=dtype, out=out, as_json=as_json
-    )
 
 
 @app.command()

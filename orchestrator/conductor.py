@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
+from orchestrator.core import degraded
+from orchestrator.core.cost import Costs
+from orchestrator.core.costbook import CostBook
 from orchestrator.core.scheduling import Scheduler
-from orchestrator.core.shard import Rules
+from orchestrator.core.shard import Rules, ShardState
 from orchestrator.core.snapshot import ConductorSnapshot, Reserved, ShardStatus
-from orchestrator.core.ticket import Grant, ShardView
+from orchestrator.core.ticket import ShardView
+from orchestrator.dispatch import Dispatch
 from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.queues import ConductorQueue, Deposed
-from orchestrator.queues.conductor import Arrived, Books, Commit
 from orchestrator.queues.link import unless_cancelled
-from orchestrator.queues.wire import booked
 from orchestrator.shards.launcher import Launcher
 from orchestrator.shards.probe import StatusProbe
 from orchestrator.shards.supervisor import Pace, Supervisor
@@ -30,12 +30,9 @@ from tgi_patches.contract import ShardSpec
 
 log = structlog.get_logger()
 
-PASS_MOST = 128
-"""Decisions per scheduling pass."""
-HEADS = 16
-"""First tickets whose presence is checked in every pass: one that was withdrawn must not hold up the rest."""
-OVER = frozenset({"duplicate", "gone"})
-"""Commits of tickets that others have decided, or that were withdrawn."""
+Calibrator = Callable[[ShardView], Awaitable[Costs | None]]
+"""Measures an idle shard; None where that did not work."""
+DRAIN_LOOKS_S = 0.05
 
 
 class _Stopped(Exception):
@@ -53,6 +50,9 @@ class Conductor:
         probe: StatusProbe,
         *,
         scheduler: Scheduler | None = None,
+        costs: CostBook | None = None,
+        calibrator: Calibrator | None = None,
+        queue_size: int = 256,
         rules: Rules | None = None,
         pace: Pace | None = None,
     ) -> None:
@@ -62,11 +62,16 @@ class Conductor:
         self._supervisor = Supervisor(
             launcher, specs, probe, until_idle=self._until_idle, rules=rules, pace=self._pace
         )
-        self._scheduler = scheduler or Scheduler()
-        self._books = Books({})
-        self._books_stand = False
-        """They were read in the last pass, after its commits."""
-        self._ended: Counter[str] = Counter()
+        self._costs = costs or CostBook()
+        self._dispatch = Dispatch(
+            queue,
+            scheduler or Scheduler(),
+            self._costs,
+            self._supervisor.watched,
+            retry_s=self._pace.poll_s,
+        )
+        self._calibrator = calibrator
+        self._queue_size = queue_size
         self._stopping = asyncio.Event()
 
     @property
@@ -93,13 +98,13 @@ class Conductor:
         """What `status` shows, from memory."""
         return ConductorSnapshot(
             leader=self._queue.leader,
-            mode=self._books.mode,
-            waiting_tickets=len(self._scheduler.pending),
-            ended=dict(self._ended),
+            mode=self._dispatch.books.mode,
+            waiting_tickets=self._dispatch.waiting,
+            ended=dict(self._dispatch.ended),
             shards=tuple(
                 ShardStatus.of(
                     watched,
-                    self._books.of(watched.shard, watched.epoch),
+                    self._dispatch.books.of(watched.shard, watched.epoch),
                     pid=self._supervisor.pids.get(watched.shard),
                     problem=self._supervisor.problems.get(watched.shard, ""),
                 )
@@ -124,8 +129,10 @@ class Conductor:
                 group.create_task(self._supervisor.run())
                 group.create_task(self._stay_leader())
                 group.create_task(self._publish())
-                group.create_task(self._schedule())
+                group.create_task(self._dispatch.run())
                 group.create_task(self._tidy())
+                group.create_task(self._degrade())
+                group.create_task(self._calibrate())
                 group.create_task(self._drain_when_asked())
         except* (Deposed, _Stopped):
             log.info("no_longer_leading")
@@ -152,9 +159,10 @@ class Conductor:
             unless_cancelled()
             changed.clear()
             try:
-                await self._queue.publish(self._supervisor.watched(), self._supervisor.problems)
+                await self._publish_once()
                 # After the state is out, so that no commit reserves on what is being cleared.
                 for shard, epoch in list(self._supervisor.gone):
+                    self._dispatch.lost(shard, epoch)
                     await self._queue.retire(shard, epoch)
                     self._supervisor.gone.discard((shard, epoch))
             except Unreachable as error:
@@ -175,90 +183,46 @@ class Conductor:
             try:
                 if ended := await self._queue.reap():
                     log.info("gateway_reaped", requests=ended)
-                self._scheduler.add(await self._queue.claim(everything=False), time.time())
+                await self._dispatch.claim(everything=False)
             except Unreachable as error:
                 log.warning("tidy_failed", error=str(error))
 
-    # --- scheduling -----------------------------------------------------------------------------
+    async def _publish_once(self) -> None:
+        costs = {view.shard: view.costs for view in self._dispatch.plain_shards() if view.costs is not None}
+        await self._queue.publish(self._supervisor.watched(), self._supervisor.problems, costs)
 
-    async def _schedule(self) -> None:
-        term, more = "", False
+    async def _degrade(self) -> None:
+        """The ladder, once a heartbeat, unless an operator has set a level."""
+        trend = degraded.Trend()
         while True:
             unless_cancelled()
+            await asyncio.sleep(self._queue.timings.heartbeat_s)
+            dispatch = self._dispatch
+            load = degraded.Load.of(dispatch.plain_shards(), dispatch.waiting, self._queue_size)
             try:
-                if term != self._queue.leader:
-                    term = self._queue.leader
-                    self._books_stand = False
-                    self._scheduler.clear()
-                    self._scheduler.add(await self._queue.claim(everything=True), time.time())
-                    more = self._waiting > 0
-                arrived = await self._queue.read(block=not more)
-                self._hear(arrived)
-                # Nobody waited and nothing ended: there can only be less room than the books say, if any.
-                ended = arrived.completions or arrived.relayed
-                at_once = self._books_stand and not self._waiting and not ended
-                self._scheduler.add(arrived.tickets, time.time())
-                more = await self._decide(at_once=at_once and self._waiting > 0)
+                held = (await self._queue.books()).mode
+                mode, trend = degraded.decide(held, trend, load, time.monotonic())
+                if mode != held and await self._queue.set_mode(mode):
+                    log.warning("mode_changed", level=mode.level, reason=mode.reason)
             except Unreachable as error:
-                log.warning("scheduling_paused", error=str(error))
-                term = ""
-                await asyncio.sleep(self._pace.poll_s)
+                log.warning("mode_not_set", error=str(error))
 
-    async def _decide(self, *, at_once: bool) -> bool:
-        """One pass over the queue; True when another one can bring more at once.
-
-        `at_once`: on the books as they stand, which saves new tickets a round trip; Redis refuses what no
-        longer fits.
-        """
-        scheduler = self._scheduler
-        self._books_stand = False
-        if not at_once:
-            self._books = await self._queue.books(scheduler.pending.first(HEADS))
-            scheduler.forget(self._books.gone)
-        books = self._books
-        shards = self._shards(books)
-        decided = list(islice(scheduler.decide(shards, books.mode, time.time()), PASS_MOST))
-        await self._commit([Commit(ticket, one, shards) for ticket, one in decided if isinstance(one, Grant)])
-        for ticket, one in decided:
-            if not isinstance(one, Grant):
-                await self._queue.refuse(ticket, one)
-                scheduler.forget((ticket.handle,))
-                log.info("ticket_refused", handle=ticket.handle, reason=one.reason)
-        self._books_stand = True
-        if at_once:
-            return self._waiting > 0
-        return bool(books.gone) or len(decided) == PASS_MOST
-
-    async def _commit(self, commits: Sequence[Commit]) -> None:
-        """The books are those after it; what could not be committed waits on."""
-        if not commits:
-            return
-        results, self._books = await self._queue.commit_and_read(commits)
-        now_s = time.time()
-        for one, result in zip(commits, results, strict=True):
-            if result == "granted":
-                self._scheduler.granted(one.ticket, one.grant, now_s)
-                continue
-            self._scheduler.failed(one.ticket, now_s)
-            if result in OVER:
-                self._scheduler.forget((one.ticket.handle,))
-
-    def _hear(self, arrived: Arrived) -> None:
-        """What became of requests that were granted."""
-        now_s = time.time()
-        for relayed in arrived.relayed:
-            self._scheduler.relayed(relayed, now_s)
-        for completion in arrived.completions:
-            self._ended[str(completion.outcome)] += 1
-            self._scheduler.ended(completion, now_s)
-
-    @property
-    def _waiting(self) -> int:
-        return len(self._scheduler.pending)
-
-    def _shards(self, books: Books) -> list[ShardView]:
-        views = (watched.view() for watched in self._supervisor.watched())
-        return [booked(view, books.reserved) for view in views if view is not None]
+    async def _calibrate(self) -> None:
+        """Measure one shard of each kind that nobody knows, while it has nothing else to do."""
+        tried: set[tuple[str, int]] = set()
+        while self._calibrator is not None:
+            unless_cancelled()
+            await asyncio.sleep(self._pace.poll_s)
+            for view in self._dispatch.shards():
+                incarnation = (view.shard, view.epoch)
+                busy = view.reserved_slots or view.outstanding_records or view.state != ShardState.READY
+                if busy or incarnation in tried or not self._costs.unknown(view):
+                    continue
+                tried.add(incarnation)
+                costs = await self._calibrator(view)
+                if costs is not None:
+                    self._costs.calibrated(view, costs)
+                log.info("shard_calibrated", shard=view.shard, found=costs is not None)
 
     async def _until_idle(self, shard: str, epoch: int) -> None:
         """Returns once nothing is reserved on a drained incarnation, and nothing can be any more."""
@@ -266,7 +230,7 @@ class Conductor:
             unless_cancelled()
             try:
                 # First the state, so that no commit reserves after the books were read.
-                await self._queue.publish(self._supervisor.watched(), self._supervisor.problems)
+                await self._publish_once()
                 if (await self._queue.books()).of(shard, epoch) == Reserved():
                     return
             except Unreachable as error:
@@ -284,7 +248,7 @@ class Conductor:
             while time.monotonic() < end_s:
                 if not (await self._queue.books()).reserved:
                     break
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(DRAIN_LOOKS_S)
         except Unreachable as error:
             log.warning("drain_cut_short", error=str(error))
         raise _Stopped

@@ -9,6 +9,7 @@ OrchestratorError
 │   ├── BodyTooSlow          408 validation
 │   ├── TooLarge             413 validation
 │   ├── Overloaded           429 overloaded
+│   │   └── Shed             the same, by the deployment's mode
 │   ├── GenerationFailed     424 generation
 │   ├── ShardLost            502 generation
 │   ├── Unavailable          503 generation
@@ -82,6 +83,17 @@ class Overloaded(GatewayError):
     def __init__(self, text: str, retry_after: str | None = None) -> None:
         super().__init__(text)
         self.retry_after = retry_after
+
+
+class Shed(Overloaded):
+    """The deployment's mode keeps what is left for requests of a higher priority."""
+
+    def __init__(self, shed_below: int) -> None:
+        super().__init__(
+            f"The deployment is degraded and serves only requests of priority {shed_below} or higher now: "
+            "try again later.",
+            retry_after="5",
+        )
 
 
 class GenerationFailed(GatewayError):

@@ -5,6 +5,7 @@ Whatever goes wrong here costs a local prefill on the decode shard, so nothing o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -25,7 +26,7 @@ _AS_MISS: Mapping[str, str] = {"timeout": MissReason.LINK, "lost": MissReason.ER
 
 
 class Handover:
-    """`timeout_s` is for the wait and the pull together."""
+    """`timeout_s` is for the wait and the pull together, of a request's own record."""
 
     def __init__(self, timeout_s: float, shards: ShardClient, admission: Admission, metrics: Metrics) -> None:
         self._timeout_s = timeout_s
@@ -34,18 +35,37 @@ class Handover:
         self._metrics = metrics
 
     async def published(self, run: Run) -> WaitReply | None:
-        """The record is where decode can read it, or will not come: either way the get leg may start."""
+        """Its own record is where decode can read it, or will not come: either way the get leg may start."""
         run.enter("relay")
         end_s = time.monotonic() + self._timeout_s
-        reply = await self._waited(run)
-        if run.grant.pull and reply is not None and reply.found and _needed(run, reply):
+        reply = await self._waited(run, self._timeout_s)
+        # No get leg follows a whole answer that is complete with its first token.
+        if reply is not None and reply.found and (run.job.stream or not reply.ended):
             await self._pull(run, end_s)
         return reply
 
-    async def _waited(self, run: Run) -> WaitReply | None:
-        leg = run.prefill
+    async def shared(self, run: Run, within_s: float) -> None:
+        """The same for an earlier request's record, whose prefill may still run or wait for its turn.
+
+        Asks in rounds, to notice the end of the shard that was to make it.
+        """
+        run.enter("relay")
+        end_s = time.monotonic() + within_s
+        for _ in range(math.ceil(within_s / self._timeout_s)):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or not self._admission.may_answer(run.record.owner):
+                return
+            reply = await self._waited(run, min(left_s, self._timeout_s))
+            if reply is None or (not reply.found and reply.reason != MissReason.MISSING):
+                return
+            if reply.found:
+                await self._pull(run, time.monotonic() + self._timeout_s)
+                return
+
+    async def _waited(self, run: Run, timeout_s: float) -> WaitReply | None:
+        leg, handle = run.record.owner, run.record.handle
         try:
-            reply = await self._shards.wait(leg, run.handle, self._timeout_s, request_id=run.job.request_id)
+            reply = await self._shards.wait(leg, handle, timeout_s, request_id=run.job.request_id)
         except GatewayError as error:
             log.warning("wait_failed", shard=leg.shard, request_id=run.job.request_id, error=str(error))
             return None
@@ -56,6 +76,8 @@ class Handover:
 
     async def _pull(self, run: Run, end_s: float) -> None:
         """Bring the record to the decode shard's host; without it that shard computes the prompt itself."""
+        if not run.grant.pull:
+            return
         begun_s = time.monotonic()
         result, reply = await self._asked_to_pull(run, end_s - begun_s)
         took_s = time.monotonic() - begun_s
@@ -67,7 +89,7 @@ class Handover:
             log.warning(
                 "pull_failed",
                 shard=leg.shard,
-                source=run.prefill.shard,
+                source=run.record.owner.shard,
                 request_id=run.job.request_id,
                 reason=result,
                 took_s=took_s,
@@ -78,9 +100,10 @@ class Handover:
         """`ok` and where the record stands now, or why there is none."""
         if timeout_s <= 0:
             return "timeout", None
-        source, address = run.prefill, run.grant.pull
+        record, address = run.record, run.grant.pull
+        source = record.owner
         request = PullRequest(
-            PROTOCOL_VERSION, run.handle, source.shard, source.epoch, address, timeout_s=timeout_s
+            PROTOCOL_VERSION, record.handle, source.shard, source.epoch, address, timeout_s=timeout_s
         )
         try:
             reply = await self._shards.pull(run.grant.decode, request, request_id=run.job.request_id)
@@ -91,8 +114,3 @@ class Handover:
         if reply.found:
             return "ok", reply
         return reply.reason if reply.reason in _MISS_REASONS else MissReason.ERROR, None
-
-
-def _needed(run: Run, reply: WaitReply) -> bool:
-    """False where no get leg follows: a whole answer that is complete with its first token."""
-    return run.job.stream or not reply.ended

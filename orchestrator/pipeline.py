@@ -8,38 +8,33 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import orjson
 import structlog
 
+from orchestrator import legs
 from orchestrator.admission import Admission, GatewaySettings
 from orchestrator.core import redress
 from orchestrator.core.passage import Passage
 from orchestrator.core.redress import FirstToken, Json
 from orchestrator.core.request import Event
-from orchestrator.core.sse import Event as StreamEvent
 from orchestrator.core.sse import comment
 from orchestrator.core.ticket import Leg, Outcome
-from orchestrator.errors import (
-    DeadlinePassed,
-    GatewayError,
-    GenerationFailed,
-    Overloaded,
-    ShardLost,
-)
+from orchestrator.errors import DeadlinePassed, GatewayError, Overloaded, Shed
 from orchestrator.handover import Handover
 from orchestrator.metrics import Metrics
 from orchestrator.queues.protocol import RequestQueue
 from orchestrator.run import Job, Out, Run, encoded
 from orchestrator.settle import end_with_error, settle
-from orchestrator.shards.client import IMPORT_HEADER, Answer, Headers, ShardClient, ShardStream, payload_of
+from orchestrator.shards.client import IMPORT_HEADER, Answer, Headers, ShardClient, ShardStream
 from tgi_patches.contract import GetTag, MissReason
 
 log = structlog.get_logger()
 
 _IMPORT = IMPORT_HEADER.encode()
 
+LATE, LATE_S = 2.0, 1.0
+"""A record that was expected in t seconds is waited for 2 t + 1 s: its owner may have left meanwhile."""
 READ_WITHIN_S = 1.0
 """After this the decode shard, which has a slot free for the request, has read its record."""
 
@@ -87,6 +82,8 @@ class Pipeline:
             outcome = Outcome.DONE
         except GatewayError as caught:
             outcome, error = Outcome.REFUSED if run.granted is None else Outcome.FAILED, caught
+            if isinstance(caught, Shed):
+                self.metrics.shed()
             if not out.started:
                 raise
             await end_with_error(run, caught)
@@ -116,43 +113,61 @@ class Pipeline:
         with self.metrics.waiting():
             run.granted = grant = await self._queue.submit(ticket)
         run.step(Event.GRANTED)
+        run.mode, run.degraded = self._queue.mode, self._queue.degraded is not None
         self.metrics.granted(grant)
         # What was granted is for all answers together.
         allowed = max(1, grant.max_new_tokens // run.job.choices)
         if allowed < run.max_new_tokens:
             run.cap = run.max_new_tokens = allowed
+            self.metrics.capped()
         if run.job.stream:
-            await (self._mixed_stream(run) if grant.prefill is None else self._split_stream(run))
+            await (self._split_stream(run) if grant.prefill is not None else self._one_stream(run))
             await self._end_stream(run)
         else:
-            await (self._mixed_whole(run) if grant.prefill is None else self._split_whole(run))
+            await (self._split_whole(run) if grant.prefill is not None else self._one_whole(run))
 
-    # --- mixed: one shard, one plain request ----------------------------------------------------
+    # --- one shard: mixed, or from an earlier request's record ----------------------------------
 
-    async def _mixed_stream(self, run: Run) -> None:
-        job = run.job
+    async def _one_stream(self, run: Run) -> None:
+        tag = await self._shared_tag(run)
         run.step(Event.GET_SENT)
-        run.enter("prefill")
+        run.enter("decode_wait" if tag else "prefill")
         # No name for the body: a stream would hold it to its end.
-        async with self._stream(
-            run, run.grant.decode, redress.whole_body(job.dialect, job.raw, run.cap)
-        ) as events:
+        async with self._stream(run, run.grant.decode, legs.one_body(run, tag)) as events:
+            self._note_import(run, events.headers)
             event = await anext(events, None)
             if event is None:
-                raise _cut_off(events.shard)
-            passage = _passage(run, events.shard, event)
-            await run.send_first(event.raw, run.headers())
+                raise legs.cut_off(events.shard)
+            told = str(tag or "")
+            passage = legs.passage_of(run, events.shard, event, told)
+            await run.send_first(redress.relayed(run.job.dialect, event, told, run.model))
             run.generated_tokens = 1
             run.enter("decode")
             await self._relay(run, events, passage)
 
-    async def _mixed_whole(self, run: Run) -> None:
-        job = run.job
-        body = redress.whole_body(job.dialect, job.raw, run.cap)
+    async def _one_whole(self, run: Run) -> None:
+        tag = await self._shared_tag(run)
         run.step(Event.GET_SENT)
         run.enter("decode")
-        answer = await self._post(run, run.grant.decode, body)
-        await self._send_whole(run, answer, answer.body)
+        answer = await self._post(run, run.grant.decode, legs.one_body(run, tag))
+        self._note_import(run, answer.headers)
+        await self._send_whole(run, answer, legs.untagged(run, answer, tag))
+
+    async def _shared_tag(self, run: Run) -> GetTag | None:
+        """Names the record of a shared grant, once it is there or will not come; None for a mixed one.
+
+        The tag forces no first token: that is this request's own, by its own sampling.
+        """
+        if run.grant.shared is None:
+            return None
+        left_s = self.settings.timeout_s(run.job.timeout_s) - (run.clock() - run.arrived_s)
+        # A miss costs a whole prefill, for which there has to be time.
+        within_s = min(self.settings.shared_wait_s, left_s / 2)
+        expected_s = run.grant.predicted.get("record")
+        if expected_s is not None:
+            within_s = min(within_s, LATE * expected_s + LATE_S)
+        await self._handover.shared(run, within_s)
+        return legs.get_tag(run, None)
 
     # --- separated, streaming -------------------------------------------------------------------
 
@@ -172,7 +187,7 @@ class Pipeline:
         tag = redress.put_tag(job.dialect, job.raw, run.handle)
         body = redress.put_body(job.dialect, job.raw, tag, run.seed)
         async with self._stream(run, run.prefill, body) as events:
-            before, payload = await _until_token(run, events)
+            before, payload = await legs.until_token(run, events)
             first = redress.first_token(
                 job.dialect,
                 payload,
@@ -181,7 +196,7 @@ class Pipeline:
                 model=run.model,
             )
             ahead = [redress.relayed(job.dialect, event, str(tag), run.model) for event in before]
-            await run.send_first(b"".join([*ahead, encoded(run.job, first.event)]), run.headers())
+            await run.send_first(b"".join([*ahead, encoded(run.job, first.event)]))
             run.generated_tokens = 1
             if first.ended:
                 await self._relay(run, events, Passage(job.dialect, tag=str(tag), model=run.model, ends=0))
@@ -202,15 +217,15 @@ class Pipeline:
     async def _get_stream(self, run: Run, first: FirstToken, token_id: int | None) -> None:
         """Everything after the first token, from the decode shard."""
         run.step(Event.PUBLISHED)
-        tag = _get_tag(run, token_id)
+        tag = legs.get_tag(run, token_id)
         run.step(Event.GET_SENT)
         run.enter("decode_wait")
-        async with self._stream(run, run.grant.decode, _get_body(run, tag)) as events:
+        async with self._stream(run, run.grant.decode, legs.get_body(run, tag)) as events:
             self._note_import(run, events.headers)
-            event, payload = await _redone(run, events, first)
-            self._queue.relayed(run.handle)
+            event, payload = await legs.redone(run, events, first)
+            self._queue.relayed(run.relayed())
             run.enter("decode")
-            passage = _passage(run, events.shard, event, str(tag))
+            passage = legs.passage_of(run, events.shard, event, str(tag))
             if passage.ended:
                 # The decode shard found an end that the prefill shard did not see: the client has
                 # the token, but not yet that it was the last.
@@ -226,6 +241,7 @@ class Pipeline:
         run.enter("prefill")
         put_tag = redress.put_tag(job.dialect, job.raw, run.handle)
         put = await self._post(run, run.prefill, redress.put_body(job.dialect, job.raw, put_tag, run.seed))
+        run.first_token_s = run.wall()
         reason = redress.finish_reason(job.dialect, put.json())
         ended = redress.ended_at_first(reason, run.max_new_tokens)
         reply = None if ended else await self._handover.published(run)
@@ -236,17 +252,19 @@ class Pipeline:
             await self._send_whole(run, put, orjson.dumps(answer))
             return
         run.step(Event.PUBLISHED)
-        tag = _get_tag(run, None if reply is None else reply.first_token_id)
+        tag = legs.get_tag(run, None if reply is None else reply.first_token_id)
         run.step(Event.GET_SENT)
         run.enter("decode")
         # Nothing tells when a whole answer's record has been read.
-        read = asyncio.get_running_loop().call_later(READ_WITHIN_S, self._queue.relayed, run.handle)
+        read = asyncio.get_running_loop().call_later(
+            READ_WITHIN_S, lambda: self._queue.relayed(run.relayed())
+        )
         try:
-            get = await self._post(run, run.grant.decode, _get_body(run, tag))
+            get = await self._post(run, run.grant.decode, legs.get_body(run, tag))
         finally:
             read.cancel()
         self._note_import(run, get.headers)
-        await self._send_whole(run, get, redress.relayed_answer(job.dialect, get.body, str(tag), run.model))
+        await self._send_whole(run, get, legs.untagged(run, get, tag))
 
     # --- common ---------------------------------------------------------------------------------
 
@@ -271,7 +289,7 @@ class Pipeline:
         finally:
             run.generated_tokens += passage.tokens
         if not passage.ended:
-            raise _cut_off(events.shard)
+            raise legs.cut_off(events.shard)
 
     async def _send_whole(self, run: Run, answer: Answer, body: bytes) -> None:
         """One JSON answer, with TGI's own headers and ours."""
@@ -279,8 +297,6 @@ class Pipeline:
         run.step(Event.ENDED)
         self._note_counts(run, answer)
         headers = run.headers()
-        if run.import_result is not None:
-            headers[IMPORT_HEADER] = run.import_result
         if run.job.debug:
             headers["server-timing"] = run.timing()
         passed = [pair for pair in answer.headers.items() if pair[0] in _PASSED_ON]
@@ -292,7 +308,8 @@ class Pipeline:
         if run.job.debug:
             imported = f" import={run.import_result}" if run.import_result else ""
             served = f"route={run.grant.choice} reason={run.grant.reason}{imported}"
-            await run.out.send(comment(f"orchestrator {served} {run.timing()}"))
+            predicted = f" predicted {told}" if (told := run.predicted()) else ""
+            await run.out.send(comment(f"orchestrator {served} {run.timing()}{predicted}"))
         await run.out.finish()
 
     def _note_counts(self, run: Run, answer: Answer) -> None:
@@ -316,50 +333,3 @@ class Pipeline:
         run.import_result = run.pull_miss or told if told == MissReason.MISSING else told
         if run.import_result is not None:
             self.metrics.imported(run.import_result)
-
-
-def _get_tag(run: Run, token_id: int | None) -> GetTag:
-    job, leg = run.job, run.prefill
-    shard, epoch = run.source or (leg.shard, leg.epoch)
-    return redress.get_tag(job.dialect, job.raw, handle=run.handle, shard=shard, epoch=epoch, first=token_id)
-
-
-def _get_body(run: Run, tag: GetTag) -> dict[str, Any]:
-    return redress.get_body(run.job.dialect, run.job.raw, tag, run.seed, run.cap)
-
-
-async def _until_token(run: Run, events: ShardStream) -> tuple[list[StreamEvent], dict[str, Any]]:
-    """A leg's first token event, and the events before it (a chat may name its role first)."""
-    before: list[StreamEvent] = []
-    async for event in events:
-        payload = payload_of(events.shard, event)
-        if redress.is_token(run.job.dialect, payload):
-            return before, payload
-        before.append(event)
-    raise _cut_off(events.shard)
-
-
-async def _redone(run: Run, events: ShardStream, first: FirstToken) -> tuple[StreamEvent, dict[str, Any]]:
-    """The get leg's first token, which the client has already: it must be the same one."""
-    async for event in events:
-        payload = payload_of(events.shard, event)
-        if not redress.is_token(run.job.dialect, payload):
-            continue
-        if not redress.same_token(run.job.dialect, payload, first):
-            raise GenerationFailed(f"Shard {events.shard} went on from another first token.")
-        return event, payload
-    raise _cut_off(events.shard)
-
-
-def _passage(run: Run, shard: str, event: StreamEvent, tag: str = "") -> Passage:
-    """For the rest of a stream whose first event is this one."""
-    passage = Passage(run.job.dialect, tag=tag, model=run.model, ends=run.job.choices)
-    try:
-        passage.ends(event.data or b"")
-    except ValueError:
-        raise ShardLost(f"Shard {shard} sent an event that cannot be read.") from None
-    return passage
-
-
-def _cut_off(shard: str) -> ShardLost:
-    return ShardLost(f"Shard {shard} stopped before the answer was complete.")

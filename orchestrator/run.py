@@ -11,9 +11,16 @@ from orchestrator.core import request
 from orchestrator.core.estimate import PromptSize
 from orchestrator.core.redress import Dialect
 from orchestrator.core.request import Event, State
-from orchestrator.core.sse import openai_event, tgi_event
-from orchestrator.core.ticket import Grant, Leg
+from orchestrator.core.routing import Mode
+from orchestrator.core.sse import comment, openai_event, tgi_event
+from orchestrator.core.ticket import Choice, Grant, Leg, Relayed, SharedRecord
 from orchestrator.core.validation import GenerateParameters
+from orchestrator.shards.client import IMPORT_HEADER
+
+CAP_HEADER = "x-orchestrator-output-cap"
+MODE_HEADER = "x-orchestrator-mode"
+DEGRADED_HEADER = "x-orchestrator-degraded"
+PREDICTED_HEADER = "x-orchestrator-predicted"
 
 
 def free(_: int) -> None:
@@ -49,6 +56,8 @@ class Job:
     """Of the API key that was shown; empty where none is asked for."""
     priority: int = 0
     """Higher is served first."""
+    choice: Choice | None = None
+    """How the caller wants it served, where it said so."""
     timeout_s: float | None = None
     """The caller's own, from arrival to the last token; the gateway's holds as well."""
     charge: Callable[[int], None] = free
@@ -85,6 +94,8 @@ class Run:
     job: Job
     out: Out
     clock: Callable[[], float] = time.perf_counter
+    wall: Callable[[], float] = time.time
+    """Seconds since the epoch, which all hosts share."""
     handle: str = ""
     """Empty until a ticket is submitted."""
     state: State = State.QUEUED
@@ -93,6 +104,10 @@ class Run:
     """Effective: the client's own or what fits, capped by the mode."""
     cap: int | None = None
     """Set when the mode allows less than the client may have."""
+    mode: Mode = field(default_factory=Mode)
+    """As it was when the request was granted."""
+    degraded: bool = False
+    """The queue worked with less than it should have, then."""
     seed: int | None = None
     """Minted, for a request that samples without one."""
     model: str = ""
@@ -107,6 +122,8 @@ class Run:
     """`hit` or the reason of a miss, when the decode shard said it."""
     arrived_s: float = 0.0
     first_sent_s: float | None = None
+    first_token_s: float = 0.0
+    """When the first token was here, on the wall clock; 0 before, and where nothing tells."""
     phases_s: dict[str, float] = field(default_factory=dict)
     _phase: str = ""
     _phase_since_s: float = 0.0
@@ -127,6 +144,11 @@ class Run:
         return leg
 
     @property
+    def record(self) -> SharedRecord:
+        """What the decode shard answers from: an earlier request's record, or this one's own."""
+        return self.grant.shared or SharedRecord(self.handle, self.prefill)
+
+    @property
     def imported(self) -> bool | None:
         return None if self.import_result is None else self.import_result == "hit"
 
@@ -145,19 +167,44 @@ class Run:
             self.phases_s[self._phase] = self.phases_s.get(self._phase, 0.0) + took_s
         self._phase, self._phase_since_s = phase, now_s
 
-    async def send_first(self, piece: bytes, headers: Mapping[str, str]) -> None:
-        """The head and the first token."""
-        await self.out.start(headers)
-        await self.out.send(piece)
+    async def send_first(self, piece: bytes) -> None:
+        """The head and the first token, and that the answer may be shorter than it was wanted."""
+        self.first_token_s = self.wall()
+        await self.out.start(self.headers())
+        await self.out.send(piece if self.cap is None else piece + comment(self._capped()))
         self.first_sent_s = self.clock()
 
+    def relayed(self) -> Relayed:
+        """That the decode shard has read the record, and what its way took."""
+        prefill_s, relay_s = self.phases_s.get("prefill", 0.0), self.phases_s.get("relay", 0.0)
+        return Relayed(self.handle, self.first_token_s, prefill_s, relay_s, self.prompt_tokens)
+
     def headers(self) -> dict[str, str]:
-        """What every generation tells its client."""
-        return {
+        """What every generation tells its client; the unusual only where it is so."""
+        told = {
             "x-request-id": self.job.request_id,
             "x-orchestrator-route": str(self.grant.choice),
             "x-orchestrator-reason": self.grant.reason,
         }
+        if self.import_result is not None:
+            told[IMPORT_HEADER] = self.import_result
+        if self.cap is not None:
+            told[CAP_HEADER] = str(self.cap)
+        if self.mode.level > 0:
+            told[MODE_HEADER] = str(self.mode.level)
+        if self.degraded:
+            told[DEGRADED_HEADER] = "1"
+        if self.job.debug and self.grant.predicted:
+            told[PREDICTED_HEADER] = self.predicted()
+        return told
+
+    def predicted(self) -> str:
+        """`separated=0.412 mixed=0.388`: seconds until the last token, as the grant foresaw them."""
+        return " ".join(f"{choice}={total_s:.3f}" for choice, total_s in self.grant.predicted.items())
+
+    def _capped(self) -> str:
+        reason = " ".join(self.mode.reason.split())  # an operator's: a comment is one line
+        return f"orchestrator capped at {self.cap} tokens" + (f": {reason}" if reason else "")
 
     def timing(self) -> str:
         """The phases as `server-timing` writes them: milliseconds."""

@@ -77,6 +77,7 @@ def _completion(run: Run, outcome: Outcome) -> Completion:
         prompt_tokens=run.prompt_tokens,
         generated_tokens=run.generated_tokens,
         imported=run.imported,
+        first_token_s=run.first_token_s,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Response
 
+from orchestrator.api.figures import costs_of
 from orchestrator.api.gateway import Gateway
+from orchestrator.core import degraded
 from orchestrator.core.ticket import ShardView
 
 _SHARD_FIELDS = (
@@ -46,12 +47,13 @@ def routes(gateway: Gateway) -> APIRouter:
 
 
 def status_of(gateway: Gateway) -> dict[str, Any]:
-    """Shards, what is reserved on them, what this gateway has counted."""
+    """Mode, shards, what is reserved on them and what they cost, what this gateway has counted."""
     views = gateway.queue.shards()
     return {
         "gateway": gateway.queue.gateway,
         "model": gateway.admission.model_name(),
-        "mode": dataclasses.asdict(gateway.queue.mode),
+        "mode": degraded.facts(gateway.queue.mode),
+        "redis": gateway.connected,
         "degraded": gateway.queue.degraded,
         "waiting": gateway.queue.waiting,
         "open_requests": gateway.metrics.open_requests(),
@@ -71,4 +73,8 @@ def status_of(gateway: Gateway) -> dict[str, Any]:
 def _shard(view: ShardView) -> dict[str, Any]:
     fields = {name: getattr(view, name) for name in _SHARD_FIELDS}
     fingerprint = view.fingerprint
-    return fields | {"model": fingerprint.model, "dtype": fingerprint.quantization or fingerprint.dtype}
+    return fields | {
+        "model": fingerprint.model,
+        "dtype": fingerprint.quantization or fingerprint.dtype,
+        "costs": costs_of(view),
+    }

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.access import Access
 from orchestrator.admission import GatewaySettings
-from orchestrator.api import admin, document, openai, tgi
+from orchestrator.api import admin, document, health, openai, tgi
 from orchestrator.api.front import Front, refuse
 from orchestrator.api.gateway import Gateway
 from orchestrator.api.incoming import ClientLeft
@@ -49,6 +49,7 @@ def create_app(
     pipeline = Pipeline(settings, queue, shards, metrics)
     metrics.open_here = lambda: len(pipeline.open)
     gateway = Gateway(pipeline, queue, metrics)
+    metrics.redis_up = lambda: gateway.connected
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -65,8 +66,8 @@ def create_app(
         openapi_url="/api-doc/openapi.json",
         redirect_slashes=False,  # to an address that the request's own Host header names
     )
-    for router in (tgi.routes(gateway), openai.routes(gateway), admin.routes(gateway)):
-        app.include_router(router)
+    for part in (tgi, health, openai, admin):
+        app.include_router(part.routes(gateway))
     document.describe(app)
 
     app.add_exception_handler(GatewayError, _refused)

@@ -64,6 +64,10 @@ _HEADERS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "x-request-id": (_TEXT, "Names the request in logs and in the answer; otherwise one is made."),
     "x-orchestrator-debug": (_TEXT, "`1`: the answer tells its phases."),
     "x-orchestrator-priority": ({"enum": ["high", "normal", "low"]}, "Who is served first, while many wait."),
+    "x-orchestrator-choice": (
+        {"enum": ["separated", "mixed"]},
+        "Split over two shards where it can be, or served by one; otherwise whichever costs less.",
+    ),
     "x-orchestrator-timeout-s": (
         {"type": "string", "pattern": r"^[1-9][0-9]{0,5}(\.[0-9]{1,6})?$"},
         "Seconds, from arrival to the last token; the gateway's own limit holds as well.",

@@ -21,6 +21,11 @@ class Gateway:
         return self.pipeline.admission
 
     @property
+    def connected(self) -> bool:
+        """Redis answers this gateway."""
+        return self.queue.connected
+
+    @property
     def body_timeout_s(self) -> float:
         """For a client to send a body."""
         return self.pipeline.settings.body_timeout_s

@@ -15,12 +15,15 @@ from orchestrator.access import Visit
 from orchestrator.api.gateway import Gateway
 from orchestrator.api.stepping import promptly
 from orchestrator.core.redress import Dialect, client_tag
+from orchestrator.core.ticket import Choice
 from orchestrator.errors import BodyTooSlow, InvalidRequest, TooLarge
 from orchestrator.run import free
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _TIMEOUT = re.compile(rb"[0-9]{1,6}(\.[0-9]{1,6})?")
 TIMEOUT_HEADER = b"x-orchestrator-timeout-s"
+CHOICE_HEADER = b"x-orchestrator-choice"
+_CHOICES = {choice.encode(): choice for choice in Choice}
 
 
 class ClientLeft(Exception):
@@ -38,6 +41,8 @@ class Caller:
     """Of the API key that was shown."""
     priority: int = 0
     timeout_s: float | None = None
+    choice: Choice | None = None
+    """How the request is to be served; None leaves it to the deployment."""
     charge: Callable[[int], None] = free
     """To be told the request's tokens, prompt and answer, when it is over."""
 
@@ -48,13 +53,14 @@ class Caller:
 
 
 def caller_of(headers: Mapping[bytes, bytes], visit: Visit, request_id: str) -> Caller:
-    """Of a request that generates.  InvalidRequest for a timeout that is none."""
+    """Of a request that generates.  InvalidRequest for a timeout or a choice that is none."""
     return Caller(
         request_id=request_id,
         debug=headers.get(b"x-orchestrator-debug") == b"1",
         key_name=visit.key_name,
         priority=visit.priority,
         timeout_s=_timeout_s(headers[TIMEOUT_HEADER]) if TIMEOUT_HEADER in headers else None,
+        choice=_choice(headers[CHOICE_HEADER]) if CHOICE_HEADER in headers else None,
         charge=visit.leave,
     )
 
@@ -71,6 +77,13 @@ def _timeout_s(given: bytes) -> float:
             f"The header {TIMEOUT_HEADER.decode()} must be a number of seconds above 0, such as 2.5."
         )
     return float(given)
+
+
+def _choice(given: bytes) -> Choice:
+    choice = _CHOICES.get(given)
+    if choice is None:
+        raise InvalidRequest(f"The header {CHOICE_HEADER.decode()} must be {' or '.join(Choice)}.")
+    return choice
 
 
 async def body_of(

@@ -134,6 +134,7 @@ def of_caller(caller: Caller) -> dict[str, Any]:
         "key_name": caller.key_name,
         "priority": caller.priority,
         "timeout_s": caller.timeout_s,
+        "choice": caller.choice,
         "charge": caller.charge,
     }
 

@@ -11,7 +11,6 @@ from orchestrator.api.document import EVENTS, JSON
 from orchestrator.api.gateway import Gateway
 from orchestrator.api.incoming import Caller, read_body
 from orchestrator.api.schemas import GenerateBody
-from orchestrator.core.shard import ShardState
 
 TAG = "Text Generation Inference"
 COUNTING_ERRORS = (401, 408, 413, 422, 424, 429, 503)
@@ -22,7 +21,7 @@ _EVENTS = document.events(answers.StreamEvent, answers.ErrorBody)
 
 
 def routes(gateway: Gateway) -> APIRouter:
-    """`/`, `/generate`, `/generate_stream`, `/tokenize`, `/info`, `/metrics` and the health checks."""
+    """`/`, `/generate`, `/generate_stream`, `/tokenize`, `/info` and `/metrics`."""
     router = APIRouter(tags=[TAG])
     _add_generations(router)
 
@@ -62,7 +61,6 @@ def routes(gateway: Gateway) -> APIRouter:
     async def metrics() -> Response:
         return Response(gateway.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    _add_health(router, gateway)
     document.add_heads(router)
     return router
 
@@ -83,22 +81,3 @@ def _add_generations(router: APIRouter) -> None:
 
 async def answered_in_front() -> Response:
     raise AssertionError("the front answers what generates")
-
-
-def _add_health(router: APIRouter, gateway: Gateway) -> None:
-    async def health() -> Response:
-        if any(view.state == ShardState.READY for view in gateway.queue.shards()):
-            return Response()
-        unhealthy = answers.ErrorBody(error="unhealthy", error_type="healthcheck")
-        return document.Json(unhealthy.to_json(), status_code=503)
-
-    for path, name in (("/", "root_health"), ("/health", "health"), ("/ping", "ping")):
-        router.add_api_route(
-            path,
-            health,
-            methods=["GET"],
-            summary="Whether a shard is ready",
-            operation_id=name,
-            response_class=Response,
-            responses={200: {"description": "A shard is ready"}, **document.refusals(503)},
-        )

@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -22,11 +24,16 @@ from orchestrator.bench.interference import run as run_interference
 from orchestrator.bench.interference.plot import plot
 from orchestrator.bench.interference.stats import Estimate
 from orchestrator.config import Loaded
-from orchestrator.deployment.progress import for_terminal
+from orchestrator.deployment.logging import json_log
+from orchestrator.deployment.progress import Progress, for_terminal
 from orchestrator.deployment.reach import Reach, client_key
 from orchestrator.deployment.state import State
 from orchestrator.embedded.weights import pick_dtype, resolve_model
 from orchestrator.errors import ConfigError
+
+if TYPE_CHECKING:
+    from orchestrator.bench.scheduler.parts import Part
+    from orchestrator.bench.scheduler.run import Wanted
 
 QUICK = Plan(model=Path(), dtype="")
 LONG = replace(QUICK, seconds=45.0)
@@ -129,6 +136,65 @@ def bench_gateway(*, only: str, measures: str, rounds: int, quick: bool, route: 
         show(report, Console())
     if report.failures:
         raise typer.Exit(1)
+
+
+def bench_scheduler(loaded: Loaded, wanted: Wanted, *, as_json: bool) -> None:
+    """Client, conductor and policies, in parts; `loaded` is of the pair that part `break-even` starts."""
+    from orchestrator.bench.scheduler.report import show
+    from orchestrator.bench.scheduler.run import conditions
+
+    console = Console(stderr=True)
+    said = conditions(wanted)
+    with console.status("Starting") as status, json_log(Path(os.devnull)):
+        parts = asyncio.run(_measured(loaded, wanted, status.update, None if as_json else show))
+    said["load_average_at_end"] = round(os.getloadavg()[0], 2)
+    if as_json:
+        typer.echo(json.dumps({"conditions": said, "parts": {part.name: part.to_dict() for part in parts}}))
+
+
+async def _measured(
+    loaded: Loaded,
+    wanted: Wanted,
+    say: Callable[[str], None],
+    show: Callable[[Part, Console], None] | None,
+) -> list[Part]:
+    """Each part is shown as soon as it is there."""
+    from orchestrator.bench.scheduler.run import run
+
+    parts = []
+    async for part in run(wanted, lambda: _pair(loaded, _Saying(say)), say):
+        parts.append(part)
+        if show is not None:
+            show(part, Console())
+    return parts
+
+
+class _Saying:
+    """The steps of a start, in the line of the bench that runs."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def step(self, text: str) -> None:
+        self._say(f"break-even: {text}")
+
+    def done(self, text: str) -> None:
+        """The next step says enough."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@asynccontextmanager
+async def _pair(loaded: Loaded, progress: Progress) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a deployment that is started for this and gone afterwards."""
+    from orchestrator.commands.sides import temporary_order
+    from orchestrator.deployment.start import deployed
+
+    key = client_key(loaded.settings.gateway.keys_file, os.environ)
+    with temporary_order(loaded, progress, calibrate=True) as order:
+        async with deployed(order, progress) as running, Reach.of(running.state).client(60.0, key) as gateway:
+            yield gateway
 
 
 def _names(text: str) -> list[str]:

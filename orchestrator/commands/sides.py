@@ -47,8 +47,11 @@ class Found:
 
 
 @contextmanager
-def temporary_order(loaded: Loaded, progress: Progress) -> Iterator[Order]:
-    """The deployment of the settings under a name and a port of its own, gone afterwards."""
+def temporary_order(loaded: Loaded, progress: Progress, *, calibrate: bool = False) -> Iterator[Order]:
+    """The deployment of the settings under a name and a port of its own, gone afterwards.
+
+    What is measured on it is forgotten as well, so it is calibrated only where that is wanted.
+    """
     settings = loaded.settings
     roles = (settings.shards.prefill, settings.shards.decode, settings.shards.mixed)
     if any(role.urls for role in roles):
@@ -60,9 +63,10 @@ def temporary_order(loaded: Loaded, progress: Progress) -> Iterator[Order]:
         update={
             "deployment": name,
             "gateway": settings.gateway.model_copy(update={"listen": "127.0.0.1:0", "admin_listen": ""}),
+            "routing": settings.routing.model_copy(update={"calibrate": calibrate}),
         }
     )
-    ours = ("deployment", "gateway.listen", "gateway.admin_listen")
+    ours = ("deployment", "gateway.listen", "gateway.admin_listen", "routing.calibrate")
     origins = {**loaded.origins, **dict.fromkeys(ours, "flag")}
     try:
         with (

@@ -30,6 +30,7 @@ from orchestrator.deployment.gateway import BACKLOG, Sockets
 from orchestrator.deployment.hangup import on_hangup
 from orchestrator.deployment.key import key_env
 from orchestrator.deployment.logging import log_json_to, log_server_errors
+from orchestrator.deployment.policy import policy_of
 from orchestrator.deployment.shares import Shares
 from orchestrator.deployment.workers import Place
 from orchestrator.errors import ConfigError, OrchestratorError
@@ -88,6 +89,7 @@ async def _serve(
         settings.deployment,
         f"gateway-{os.getpid()}",
         queue_size=settings.limits.queue_size,
+        policy=policy_of(settings),
     )
     gateway = settings.gateway
     deadlines = Deadlines(

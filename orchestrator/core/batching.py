@@ -1,14 +1,14 @@
 """Release windows: which prompts are let through to a prefill shard, so that its batches are ours.
 
-TGI's router starts whatever has arrived.  So each prefill shard gets one group that it computes and at most
-one that waits behind it; who comes later waits in our queue, where order can still be changed.
+TGI's router starts whatever has arrived.  So each prefill shard gets one group that it computes and, just
+before that is done, one behind it; who comes later waits in our queue, where order can still be changed.
 
     let through -> waiting --the group before it is done--> running --its last record is imported--> gone
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.core.cost import PrefillCost
@@ -16,8 +16,14 @@ from orchestrator.core.fleet import Room
 
 ALIKE = 4
 """Prompts of one group differ in length by at most this factor."""
-OVERDUE = 2.0
-"""A group that takes so many times what was predicted no longer holds the next one back."""
+SHARE_TOGETHER = 0.5
+"""Of the tokens that wait for a shard: so many of them may make one group, within its limits."""
+NEARLY_ALL = 0.99
+"""Share of the best throughput that the largest group reaches."""
+AHEAD_S = 0.03
+"""So long before a shard is free the next group is let through: a grant takes its way, and may be late."""
+OVERDUE = 1.0
+"""A group that takes so many times what was predicted is taken for done, whether that was heard or not."""
 
 
 @dataclass(slots=True)
@@ -34,12 +40,12 @@ class Group:
     def tokens(self) -> int:
         return sum(self.lengths)
 
-    def takes(self, tokens: int, saturation_tokens: int) -> bool:
-        """Up to L_m together; a longer prompt goes alone."""
+    def takes(self, tokens: int, limit_tokens: int) -> bool:
+        """Up to the limit together; a longer prompt goes alone."""
         if not self.lengths:
             return True
         alike = max(*self.lengths, tokens) <= ALIKE * min(*self.lengths, tokens)
-        return alike and self.tokens + tokens <= saturation_tokens
+        return alike and self.tokens + tokens <= limit_tokens
 
     def add(self, handle: str, tokens: int) -> None:
         self.prompts[handle] = tokens
@@ -60,9 +66,19 @@ class Window:
         self.running = Group()
         self.waiting = Group()
 
-    def takes(self, tokens: int, saturation_tokens: int) -> bool:
-        """An idle shard takes any prompt; behind a running group one group gathers."""
-        return not self.running.prompts or self.waiting.takes(tokens, saturation_tokens)
+    def takes(self, tokens: int, limit_tokens: int, left_s: float = 0.0) -> bool:
+        """An idle shard takes any prompt; behind a group that is done in `left_s` one group gathers."""
+        if not self.running.prompts:
+            return True
+        return left_s <= AHEAD_S and self.waiting.takes(tokens, limit_tokens)
+
+    def end_s(self, cost: PrefillCost | None) -> float:
+        """When the group that runs is done, as far as is known."""
+        return self.running.begun_s + self.running.seconds(cost) if self.running.prompts else 0.0
+
+    def running_s(self, cost: PrefillCost | None, now_s: float) -> float:
+        """Until then; 0 where nothing is known."""
+        return max(0.0, self.end_s(cost) - now_s)
 
     def let_through(self, handle: str, tokens: int, now_s: float) -> None:
         if self.running.prompts:
@@ -81,17 +97,18 @@ class Window:
 
     def overdue(self, cost: PrefillCost | None, now_s: float) -> None:
         """What is never said to be imported must not hold others back for ever."""
-        expected_s = self.running.seconds(cost)
-        if expected_s and self.running.prompts and now_s - self.running.begun_s > OVERDUE * expected_s:
+        while self.running.prompts and (expected_s := self.running.seconds(cost)):
+            end_s = self.running.begun_s + OVERDUE * expected_s
+            if end_s > now_s:
+                return
             self.running.prompts.clear()
-            self._advance(now_s)
+            self._advance(end_s)
 
     def left_s(self, cost: PrefillCost | None, now_s: float) -> float:
         """Until the shard has computed all that was let through."""
         if not self.running.prompts:
             return 0.0
-        running_s = max(0.0, self.running.begun_s + self.running.seconds(cost) - now_s)
-        return running_s + self.waiting.seconds(cost)
+        return self.running_s(cost, now_s) + self.waiting.seconds(cost)
 
     def _advance(self, now_s: float) -> None:
         if not self.running.prompts and self.waiting.prompts:
@@ -101,6 +118,20 @@ class Window:
             self.waiting = Group()
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How many tokens go together on one shard."""
+
+    least: int
+    """L_m: enough for 90 % of the best throughput."""
+    most: int
+    """For 99 %."""
+
+    def tokens(self, waiting_tokens: float) -> int:
+        """More go together the more waits: then throughput shortens the wait of all."""
+        return max(self.least, min(self.most, int(waiting_tokens * SHARE_TOGETHER)))
+
+
 class Windows:
     """Of all prefill shards."""
 
@@ -108,12 +139,17 @@ class Windows:
         self._windows: dict[str, Window] = {}
         self._where: dict[str, str] = {}
         """Handle -> shard."""
-        self._saturation: dict[str, int] = {}
+        self._limits: dict[str, tuple[PrefillCost | None, Limit]] = {}
         self._now_s = 0.0
+        self._waiting_tokens = 0.0
 
-    def begin(self, prefills: Iterable[Room], now_s: float) -> None:
-        """A pass on these shards: forget what is gone, and tell each room how long it is busy."""
+    def begin(self, prefills: Sequence[Room], waiting_tokens: int, now_s: float) -> None:
+        """A pass on these shards: forget what is gone, and tell each room how long it is busy.
+
+        `waiting_tokens`: of all prompts that wait here.
+        """
         self._now_s = now_s
+        self._waiting_tokens = waiting_tokens / max(len(prefills), 1)
         rooms = {room.view.shard: room for room in prefills}
         for shard in self._windows.keys() - rooms.keys():
             self._drop(shard)
@@ -125,15 +161,26 @@ class Windows:
                 window = self._windows[shard] = Window(room.view.epoch)
             cost = room.costs.prefill
             window.overdue(cost, now_s)
-            self._saturation[shard] = _saturation(room)
+            known = self._limits.get(shard)
+            if known is None or known[0] is not cost:
+                self._limits[shard] = cost, limit_of(room)
             if cost is not None:
                 room.queue_s = window.left_s(cost, now_s)
                 room.ranked()
 
+    def opens_s(self) -> float | None:
+        """When the next group may be let through somewhere, by what is predicted; None where nothing is."""
+        ends = [window.end_s(self._limits[shard][0]) for shard, window in self._windows.items()]
+        return min((end_s - AHEAD_S for end_s in ends if end_s > self._now_s + AHEAD_S), default=None)
+
     def gate(self, room: Room, tokens: int) -> bool:
         """See `routing.Hint.gate`."""
         window = self._windows.get(room.view.shard)
-        return window is None or window.takes(tokens, self._saturation[room.view.shard])
+        if window is None:
+            return True
+        left_s = window.running_s(room.costs.prefill, self._now_s)
+        limit = self._limits[room.view.shard][1]
+        return window.takes(tokens, limit.tokens(self._waiting_tokens), left_s)
 
     def let_through(self, handle: str, shard: str, tokens: int) -> None:
         """A grant of this pass."""
@@ -150,12 +197,14 @@ class Windows:
 
     def _drop(self, shard: str) -> None:
         window = self._windows.pop(shard, None)
-        self._saturation.pop(shard, None)
         for handle in () if window is None else (*window.running.prompts, *window.waiting.prompts):
             self._where.pop(handle, None)
 
 
-def _saturation(room: Room) -> int:
-    """L_m of a shard; without a measurement as much as its longest prompt."""
+def limit_of(room: Room) -> Limit:
+    """From what was measured; without that, as much as the shard's longest prompt."""
     most = room.view.limits.max_input_tokens
-    return room.costs.prefill.saturation_tokens(most) if room.costs.prefill is not None else most
+    cost = room.costs.prefill
+    if cost is None:
+        return Limit(most, most)
+    return Limit(cost.saturation_tokens(most), cost.saturation_tokens(most, NEARLY_ALL))

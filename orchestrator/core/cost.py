@@ -17,6 +17,14 @@ SATURATED = 0.9
 """Share of the best prefill throughput at which a batch counts as full."""
 L_M_LEAST_TOKENS = 64
 
+MOST_FIXED_S = 60.0
+MOST_PER_TOKEN_S = 10.0
+MOST_PER_SQUARE_S = 0.01
+MOST_PER_CONTEXT_S = 0.01
+LEAST_BYTES_PER_S = 1e3
+MOST_BYTES_PER_S = 1e15
+"""Beyond these a number is damaged: no machine that serves a model is so slow, no link so fast."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
@@ -25,6 +33,12 @@ class PrefillCost:
     fixed_s: float
     per_token_s: float
     per_square_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a coefficient that is negative, not finite or absurd."""
+        _within("fixed_s", self.fixed_s, 0.0, MOST_FIXED_S)
+        _within("per_token_s", self.per_token_s, 0.0, MOST_PER_TOKEN_S)
+        _within("per_square_s", self.per_square_s, 0.0, MOST_PER_SQUARE_S)
 
     def seconds(self, tokens: int, squares: int) -> float:
         """Of one batch: the sum of its prompts' lengths, and of their squares."""
@@ -38,20 +52,20 @@ class PrefillCost:
         """Of a batch of prompts of these lengths."""
         return self.seconds(sum(prompts), sum(n * n for n in prompts))
 
-    def saturation_tokens(self, most: int) -> int:
+    def saturation_tokens(self, most: int, share: float = SATURATED) -> int:
         """L_m: the shortest prompt that reaches 90 % of the best throughput, between 64 and `most`.
 
         Throughput n / (a + b n + c n^2) is best at n = sqrt(a / c), or for ever longer prompts without c.
         """
         a, b, c = self.fixed_s, self.per_token_s, self.per_square_s
         best_s = b + 2 * math.sqrt(a * c)  # seconds per token at the best length
-        # a / n + b + c n = best / SATURATED, a quadratic in n; its smaller root
-        slack_s = best_s / SATURATED - b
-        if slack_s <= 0:
-            return max(1, min(L_M_LEAST_TOKENS, most))
+        # a / n + b + c n = best / share, a quadratic in n; its smaller root
+        slack_s = best_s / share - b
         root = slack_s * slack_s - 4 * a * c
-        n = 2 * a / (slack_s + math.sqrt(max(root, 0.0)))
-        return max(1, min(max(math.ceil(n), L_M_LEAST_TOKENS), most))
+        divisor = slack_s + math.sqrt(max(root, 0.0))
+        if 2 * a >= most * divisor:  # also where only `a` is known: then no batch is ever full
+            return max(1, most if a > 0 else min(L_M_LEAST_TOKENS, most))
+        return max(1, min(max(math.ceil(2 * a / divisor), L_M_LEAST_TOKENS), most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,12 @@ class DecodeCost:
     fixed_s: float
     per_context_s: float
     per_sequence_s: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a coefficient that is negative, not finite or absurd."""
+        _within("fixed_s", self.fixed_s, 0.0, MOST_FIXED_S)
+        _within("per_context_s", self.per_context_s, 0.0, MOST_PER_CONTEXT_S)
+        _within("per_sequence_s", self.per_sequence_s, 0.0, MOST_PER_TOKEN_S)
 
     def step_s(self, batch: float, context_tokens: float) -> float:
         """Of `batch` sequences that together have so many tokens of KV."""
@@ -73,6 +93,11 @@ class RelayCost:
 
     latency_s: float
     bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number that is negative, not finite or absurd."""
+        _within("latency_s", self.latency_s, 0.0, MOST_FIXED_S)
+        _within("bytes_per_s", self.bytes_per_s, LEAST_BYTES_PER_S, MOST_BYTES_PER_S)
 
     def seconds(self, kv_bytes: int) -> float:
         return self.latency_s + kv_bytes / self.bytes_per_s
@@ -88,3 +113,8 @@ class Costs:
     """In place, from an arena that it maps."""
     pull: RelayCost | None = None
     """From another host."""
+
+
+def _within(name: str, value: float, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{name} must be a number between {least:g} and {most:g}, not {value!r}.")

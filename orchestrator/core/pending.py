@@ -43,6 +43,8 @@ class Pending:
         self._turns: list[tuple[float, Place]] = []
         self._tickets: dict[Place, Ticket] = {}
         self._turn_of: dict[str, tuple[float, Place]] = {}
+        self.tokens = 0
+        """Of all their prompts."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -63,6 +65,7 @@ class Pending:
             insort(self._turns, turn)
             self._tickets[place] = ticket
             self._turn_of[ticket.handle] = turn
+            self.tokens += ticket.prompt_tokens
 
     def forget(self, handles: Iterable[str]) -> None:
         """Unknown handles are ignored."""
@@ -70,9 +73,10 @@ class Pending:
             turn = self._turn_of.pop(handle, None)
             if turn is not None:
                 del self._turns[bisect_left(self._turns, turn)]
-                del self._tickets[turn[1]]
+                self.tokens -= self._tickets.pop(turn[1]).prompt_tokens
 
     def clear(self) -> None:
         self._turns.clear()
         self._tickets.clear()
         self._turn_of.clear()
+        self.tokens = 0

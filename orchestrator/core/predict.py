@@ -35,14 +35,21 @@ class Prediction:
 
 
 def separated_s(
-    prefill: Room, decode: Room, *, prompt_tokens: int, record_bytes: int, new_tokens: int, pull: bool
+    prefill: Room,
+    decode: Room,
+    *,
+    prompt_tokens: int,
+    record_bytes: int,
+    new_tokens: int,
+    pull: bool,
+    ahead_s: float = 0.0,
 ) -> Prediction:
     """On a pair with cost models: wait, prefill, relay, half a running step, then a step per token.
 
     The first step redoes the last prompt token, so an answer of n tokens takes n steps of the decode shard.
     """
     assert prefill.costs.prefill is not None, "asked for where both are priced"
-    first_s = prefill.queue_s + prefill.costs.prefill.alone_s(prompt_tokens)
+    first_s = ahead_s + prefill.queue_s + prefill.costs.prefill.alone_s(prompt_tokens)
     relay = decode.costs.pull if pull else decode.costs.relay
     relay_s = relay.seconds(record_bytes) if relay is not None else 0.0
     joins_s = decode.step_s / 2 if decode.slots else 0.0

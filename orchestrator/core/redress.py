@@ -54,13 +54,13 @@ def may_split(parameters: GenerateParameters, *, choices: int = 1, tools: bool, 
 
 def client_tag(dialect: Dialect, raw: Json) -> str | None:
     """The client's own adapter name if it carries the mark that only the gateway may send."""
-    name = _adapter(dialect, raw)
+    name = adapter(dialect, raw)
     return name if carries_tag(name) else None
 
 
 def put_tag(dialect: Dialect, raw: Json, handle: str) -> PutTag:
     """The put leg's tag: export under `handle`."""
-    return PutTag(handle, _adapter(dialect, raw))
+    return PutTag(handle, adapter(dialect, raw))
 
 
 def put_body(dialect: Dialect, raw: Json, tag: PutTag, seed: int | None) -> dict[str, Any]:
@@ -91,10 +91,11 @@ def whole_body(dialect: Dialect, raw: Json, cap: int | None) -> dict[str, Any]:
 
 def get_tag(dialect: Dialect, raw: Json, *, handle: str, shard: str, epoch: int, first: int | None) -> GetTag:
     """The get leg's tag: where the record is, and which first token was sent."""
-    return GetTag(handle, shard, epoch, first, _adapter(dialect, raw))
+    return GetTag(handle, shard, epoch, first, adapter(dialect, raw))
 
 
-def _adapter(dialect: Dialect, raw: Json) -> str:
+def adapter(dialect: Dialect, raw: Json) -> str:
+    """The adapter that the client asks for; empty for the model itself."""
     if dialect is Dialect.TGI:
         return str((raw.get("parameters") or {}).get("adapter_id") or "")
     model = raw.get("model")

@@ -1,7 +1,7 @@
 """The life of one request, as one pure function.
 
 queued -granted-> granted -put_sent-> prefilling -published-> relaying -get_sent-> decoding -ended-> done
-                  granted -get_sent (mixed)-> decoding     prefilling -ended (at its first token)-> done
+                  granted -get_sent (no put leg)-> decoding  prefilling -ended (at its first token)-> done
 decoding -moved (to another shard)-> queued                any of these -> refused | cancelled | failed
 """
 

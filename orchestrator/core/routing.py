@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.core.fleet import BY_RANK, OPEN, Capacity, Fleet, Room, capacity
 from orchestrator.core.predict import Prediction, cheaper, mixed_s, separated_s
-from orchestrator.core.ticket import Choice, Grant, Leg, ShardView, SharedRecord, Ticket
+from orchestrator.core.ticket import EMBEDDED, Choice, Grant, Leg, ShardView, SharedRecord, Ticket
 from tgi_patches.contract import Role
 
 __all__ = [
@@ -44,7 +44,7 @@ class Mode:
     """Most tokens an answer may have now; None for the request's own number."""
     shed_below: int | None = None
     """Requests of a lower priority than this are refused; None refuses none."""
-    auto: bool = False
+    auto: bool = True
     """The leading conductor chooses the level; otherwise an operator has set it."""
     reason: str = ""
     """Why it is not normal, in a sentence."""
@@ -100,6 +100,8 @@ class Hint:
     """The prefill shard that computed this prompt's beginning before."""
     new_tokens: int = 128
     """How many tokens an answer has, on the average."""
+    ahead_s: float = 0.0
+    """Prefill of those that wait for the same window before this one."""
 
 
 @dataclass(slots=True)  # never changed; not frozen, which costs each request three times as much
@@ -369,6 +371,7 @@ def _of_pair(request: _Request, pair: _Pair) -> Prediction:
         record_bytes=request.record_bytes(pair.prefill),
         new_tokens=request.new_tokens,
         pull=bool(pair.pull),
+        ahead_s=0.0 if pair.now else request.hint.ahead_s,
     )
 
 
@@ -392,7 +395,7 @@ def _shared(request: _Request, fleet: Fleet) -> Grant | None:
     shared = request.hint.shared
     assert shared is not None, "asked for where there is one"
     owner = fleet.room(shared.owner)
-    if owner is None:
+    if owner is None or not _own_first_token(request.ticket, shared, owner.view):
         return None
     only = request.hint.only
     found = [
@@ -415,7 +418,13 @@ def _shared(request: _Request, fleet: Fleet) -> Grant | None:
         record_bytes=0,
         max_new_tokens=request.max_new_tokens,
         shared=shared,
+        predicted={"record": owner.queue_s} if owner.costs.prefill is not None else {},
     )
+
+
+def _own_first_token(ticket: Ticket, shared: SharedRecord, owner: ShardView) -> bool:
+    """TGI's server begins with the token that stands in the record: right where both take the likeliest."""
+    return owner.engine == EMBEDDED or (ticket.greedy and shared.greedy)
 
 
 # --- mixed --------------------------------------------------------------------------------------

@@ -9,21 +9,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from orchestrator.core.batching import Windows
+from orchestrator.core.batching import Windows, limit_of
 from orchestrator.core.cost import PrefillCost
 from orchestrator.core.fleet import Fleet, Ways
+from orchestrator.core.hot_prompts import HotPrompts
 from orchestrator.core.pending import Pending, Place
 from orchestrator.core.routing import Hint, Mode, Policy, Refuse, Wait, decide
 from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, SharedRecord, Ticket
 from tgi_patches.contract import Role
 
-if TYPE_CHECKING:
-    from orchestrator.core.hot_prompts import HotPrompts
-
-PATIENCE = 8.0
-"""A prompt stands behind those that come within so many times its own prefill time."""
+PATIENCE = 14.0
+"""Prompts of a whole group's length stand behind shorter ones that come within so many of its prefills."""
 SCAN = 64
 """Tickets behind a closed window that are looked at in one pass for one that fits an open one."""
 PREFIXES_MOST = 4096
@@ -56,6 +53,8 @@ class Scheduler:
         self._ways = Ways()
         self._prefill: PrefillCost | None = None
         """Of the first prefill shard that has one: for the order, which needs one number per ticket."""
+        self._group_s = 0.0
+        """Prefill of the largest group."""
         self._prefixes: OrderedDict[int, str] = OrderedDict()
         self._new_tokens = float(self.tuning.new_tokens)
 
@@ -107,6 +106,10 @@ class Scheduler:
 
     # --- decisions ------------------------------------------------------------------------------
 
+    def opens_s(self) -> float | None:
+        """When a decision may change although nothing happens; None where nothing waits for that."""
+        return self._windows.opens_s() if len(self.pending) else None
+
     def decide(
         self, shards: Sequence[ShardView], mode: Mode, now_s: float
     ) -> Iterator[tuple[Ticket, Grant | Refuse]]:
@@ -117,21 +120,23 @@ class Scheduler:
         fleet = Fleet(shards, self._ways)
         prefills = fleet.by_role[Role.PREFILL]
         if self.tuning.windows:
-            self._windows.begin(prefills, now_s)
+            self._windows.begin(prefills, self.pending.tokens, now_s)
         self._learn_order(fleet)
         hot = _Hot(self.hot, fleet, now_s)
-        passed_by = 0
+        passed_by, ahead_s = 0, 0.0
         for ticket in self._next():
             group = hot.group(ticket)
             if group in hot.full:
                 continue
-            hint = self._hint(ticket, hot, group)
+            hint = self._hint(ticket, hot, group, ahead_s)
             decision = decide(ticket, fleet, mode=mode, policy=self.policy, hint=hint)
             if isinstance(decision, Wait):
                 if decision.reason == "hot_full":
                     hot.full.add(group)
                     continue
                 passed_by += 1
+                if self._prefill is not None and prefills:
+                    ahead_s += self._prefill.alone_s(ticket.prompt_tokens) / len(prefills)
                 if decision.reason not in PASSED_BY or passed_by >= SCAN:
                     return
                 continue
@@ -149,6 +154,9 @@ class Scheduler:
 
     def _take(self, ticket: Ticket, grant: Grant, fleet: Fleet, now_s: float) -> None:
         fleet.book(grant)
+        if self.hot is not None:
+            ring_bytes = 0 if grant.prefill is None else fleet.rooms[grant.prefill.shard].view.ring_bytes
+            self.hot.began(ticket, grant, ring_bytes, now_s)
         if grant.prefill is None:
             return
         shard = grant.prefill.shard
@@ -159,11 +167,10 @@ class Scheduler:
             self._prefixes.move_to_end(ticket.prefix)
             if len(self._prefixes) > PREFIXES_MOST:
                 self._prefixes.popitem(last=False)
-        if self.hot is not None:
-            self.hot.began(ticket, grant, fleet.rooms[shard].view.ring_bytes, now_s)
 
-    def _hint(self, ticket: Ticket, hot: _Hot, group: int | None) -> Hint:
+    def _hint(self, ticket: Ticket, hot: _Hot, group: int | None, ahead_s: float) -> Hint:
         return Hint(
+            ahead_s=ahead_s,
             gate=self._windows.gate,
             shared=hot.shared(ticket),
             only=None if group is None else hot.decode_set(group),
@@ -180,13 +187,23 @@ class Scheduler:
         return max(1, round(self._new_tokens))
 
     def _later_s(self, ticket: Ticket) -> float:
-        cost = self._prefill
-        return 0.0 if cost is None else self.tuning.patience * cost.alone_s(ticket.prompt_tokens)
+        """Grows with the square of the prefill time, up to a group's: what is short passes, the rest in turn.
+
+        If everything overtook what is longer, the longest would wait without end.
+        """
+        full_s, cost = self._group_s, self._prefill
+        if cost is None or not full_s:
+            return 0.0
+        share = min(1.0, cost.alone_s(ticket.prompt_tokens) / full_s)
+        return self.tuning.patience * full_s * share * share
 
     def _learn_order(self, fleet: Fleet) -> None:
         for room in fleet.by_role[Role.PREFILL]:
-            if room.costs.prefill is not None:
-                self._prefill = room.costs.prefill
+            cost = room.costs.prefill
+            if cost is not None:
+                if cost is not self._prefill:
+                    self._prefill = cost
+                    self._group_s = cost.alone_s(limit_of(room).most)
                 return
 
 

@@ -20,6 +20,8 @@ import httpx
 from orchestrator.access import check_access
 from orchestrator.conductor import Conductor
 from orchestrator.config import API_KEYS_VARIABLE, Loaded, hidden
+from orchestrator.core.costbook import CostBook
+from orchestrator.costs import CostFile
 from orchestrator.deployment.arena import free_bytes, remove_arenas
 from orchestrator.deployment.environment import child_env
 from orchestrator.deployment.gateway import Sockets, url_of
@@ -29,6 +31,7 @@ from orchestrator.deployment.plan import Plan, WantedShard, check_room, make_pla
 from orchestrator.deployment.progress import Progress
 from orchestrator.deployment.ready import until_ready
 from orchestrator.deployment.redis import kept_redis, remove_left_over
+from orchestrator.deployment.scheduling import calibrating, scheduler_of
 from orchestrator.deployment.state import TEMPORARY, State, StateFolder, started_ticks
 from orchestrator.deployment.workers import GatewayWorkers
 from orchestrator.embedded.folder import checked_config
@@ -38,10 +41,13 @@ from orchestrator.queues import ConductorQueue
 from orchestrator.shards.probe import http_probe
 from orchestrator.shards.process import LOG_LIMIT_BYTES, ROTATE_EVERY_S, ProcessLauncher, rotate
 from orchestrator.shards.static import StaticLauncher
+from tgi_patches.key import key_from
 
 STOP_LIMIT_S = 20.0
 """For the conductor to drain and stop its shards."""
 PROBE_TIMEOUT_S = 5.0
+COSTS_FILE = "costs.json"
+"""In the state folder: what phases take here, so that a restart need not learn it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +226,27 @@ def _state_of(order: Order, redis_url: str) -> State:
 @asynccontextmanager
 async def _conducting(order: Order, redis_url: str) -> AsyncIterator[tuple[Conductor, asyncio.Task[None]]]:
     """The conductor and its shards; both are stopped at the end, shards after their requests."""
+    settings = order.loaded.settings
+    file = CostFile(order.folder.path / COSTS_FILE)
+    costs = file.read()
     async with (
+        _kept(file, costs),
+        calibrating(settings, key_from(order.key_env)) as calibrator,
         httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client,
         ConductorQueue(redis_url, order.deployment, f"conductor-{os.getpid()}") as queue,
     ):
         processes = ProcessLauncher(order.folder.logs, env=order.key_env)
         launcher = StaticLauncher(order.plan.urls, processes)
-        conductor = Conductor(queue, launcher, order.plan.specs, http_probe(client))
+        conductor = Conductor(
+            queue,
+            launcher,
+            order.plan.specs,
+            http_probe(client),
+            scheduler=scheduler_of(settings),
+            costs=costs,
+            calibrator=calibrator,
+            queue_size=settings.limits.queue_size,
+        )
         task = asyncio.create_task(conductor.run(), name="conductor")
         try:
             yield conductor, task
@@ -235,6 +255,17 @@ async def _conducting(order: Order, redis_url: str) -> AsyncIterator[tuple[Condu
             await asyncio.wait([task], timeout=STOP_LIMIT_S)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _kept(file: CostFile, costs: CostBook) -> AsyncIterator[None]:
+    """Inside, the cost book is written now and then, and at the end."""
+    task = asyncio.create_task(file.keep(costs), name="cost file")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _gateway(order: Order, redis_url: str) -> GatewayWorkers:

@@ -43,6 +43,8 @@ COUNTERS = (
     Counted("orchestrator_kv_pulls", "Records fetched from another host, by result.", ("result",)),
     Counted("orchestrator_kv_pulled_bytes", "KV bytes fetched from other hosts."),
     Counted("orchestrator_routing", "Grants by choice and reason.", ("choice", "reason")),
+    Counted("orchestrator_capped", "Requests whose answer the mode made shorter."),
+    Counted("orchestrator_shed", "Requests that the mode refused."),
     Counted("orchestrator_key_requests", "Requests of named API keys.", ("key", "outcome")),
     Counted("orchestrator_key_tokens", "Tokens of named API keys, by kind.", ("key", "kind")),
     Counted("tgi_request_count", _AS_TGI),

@@ -32,6 +32,8 @@ _SHOWN = {
     "kv_pulls": "orchestrator_kv_pulls",
     "kv_pulled_bytes": "orchestrator_kv_pulled_bytes",
     "routing": "orchestrator_routing",
+    "capped": "orchestrator_capped",
+    "shed": "orchestrator_shed",
     "key_requests": "orchestrator_key_requests",
     "key_tokens": "orchestrator_key_tokens",
 }
@@ -55,6 +57,8 @@ class Metrics:
         self._own = own = Tally()
         self.open_here: Callable[[], int] = int
         """Set by the application: how many requests this worker has open."""
+        self.redis_up: Callable[[], bool] = lambda: True
+        """Likewise: whether Redis answers this worker."""
         self._saves = 0
         self._folder = SnapshotFolder(folder, worker) if folder else None
         if self._folder and (left := self._folder.inherited()):
@@ -68,6 +72,8 @@ class Metrics:
         self._pulls = counters["orchestrator_kv_pulls"]
         self._pulled_bytes = counters["orchestrator_kv_pulled_bytes"]
         self._routing = counters["orchestrator_routing"]
+        self._capped = counters["orchestrator_capped"]
+        self._shed = counters["orchestrator_shed"]
         self._tgi_count = counters["tgi_request_count"]
         self._tgi_success = counters["tgi_request_success"]
         self._tgi_failure = counters["tgi_request_failure"]
@@ -110,6 +116,14 @@ class Metrics:
 
     def granted(self, grant: Grant) -> None:
         self._routing[grant.choice, grant.reason] += 1
+
+    def capped(self) -> None:
+        """The mode allows a request fewer tokens than it wanted and could have had."""
+        self._capped[()] += 1
+
+    def shed(self) -> None:
+        """The mode refuses a request for its priority; `ended` counts it as well."""
+        self._shed[()] += 1
 
     def imported(self, result: str) -> None:
         """`hit` or the reason of a miss, as the decode shard reported it."""
@@ -195,7 +209,7 @@ class Metrics:
     def render(self) -> bytes:
         """Prometheus' text format, over all workers."""
         tally, workers = self._together()
-        return Scrape(tally, workers, self._shards(), self._mode().level).text()
+        return Scrape(tally, workers, self._shards(), self._mode().level, self.redis_up()).text()
 
     def _together(self) -> tuple[Tally, int]:
         """The sum over all workers that ever ran, and how many live."""

@@ -30,6 +30,7 @@ class Scrape(Collector):
     workers: int
     shards: Sequence[ShardView]
     level: int
+    redis_up: bool
 
     def text(self) -> bytes:
         registry = CollectorRegistry()
@@ -51,6 +52,9 @@ class Scrape(Collector):
             reserved.add_metric([view.shard], view.reserved_kv_tokens)
         yield reserved
         yield GaugeMetricFamily("orchestrator_mode", "Level of degradation; 0 is normal.", value=self.level)
+        yield GaugeMetricFamily(
+            "orchestrator_redis_up", "Whether Redis answers the worker that tells.", value=self.redis_up
+        )
         yield GaugeMetricFamily("orchestrator_workers", "Gateway processes that live.", value=self.workers)
         yield GaugeMetricFamily(
             "orchestrator_open_requests", "Requests in the gateway.", value=self.tally.open

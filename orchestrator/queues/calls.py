@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from orchestrator.core.cost import Costs
 from orchestrator.core.routing import Capacity, capacity
 from orchestrator.core.shard import Watched
 from orchestrator.core.ticket import Completion, Grant, Leg, Relayed, ShardView, Ticket
 from orchestrator.queues import scripts, wire
-from orchestrator.queues.scripts import GROUP, Keys, Script
+from orchestrator.queues.keys import GROUP, PARTS, Keys
+from orchestrator.queues.scripts import Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,8 @@ class Timings:
     leader_ttl_s: float = 2.5
     """A standby takes over this long after the leader's last sign of life."""
     settle_s: float = 2.0
-    """A Redis that came up empty grants nothing for this long: gateways tell what they hold first."""
+    """A Redis that came up empty, or stood still, grants nothing for this long, and nobody counts as dead:
+    gateways tell what they hold first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,8 @@ class Call:
 def submit(keys: Keys, ticket: Ticket, queue_size: int) -> Call:
     return Call(
         scripts.SUBMIT,
-        (keys.tickets, keys.queued(ticket.gateway)),
-        (ticket.handle, wire.encode(ticket), queue_size),
+        (keys.tickets, keys.queued(ticket.gateway), keys.leases(ticket.gateway), keys.gateways),
+        (ticket.handle, wire.encode(ticket), queue_size, ticket.gateway),
     )
 
 
@@ -61,12 +64,12 @@ def complete(keys: Keys, gateway: str, completion: Completion) -> Call:
     )
 
 
-def relayed(keys: Keys, gateway: str, grant: Grant) -> Call:
+def relayed(keys: Keys, gateway: str, grant: Grant, relayed: Relayed) -> Call:
     """`grant`: what is held from now on."""
     return Call(
         scripts.RELAYED,
         (keys.leases(gateway), keys.reserved, keys.completions),
-        (grant.handle, wire.lease(grant), wire.encode(Relayed(grant.handle))),
+        (grant.handle, wire.lease(grant), wire.encode(relayed)),
     )
 
 
@@ -83,16 +86,18 @@ def heartbeat(
             keys.reserved,
             keys.tickets,
             keys.completions,
+            keys.born,
+            keys.seen,
         ),
-        (gateway, ms(timings.lease_s), GROUP, len(granted), *granted, *undecided),
+        (gateway, ms(timings.lease_s), GROUP, _standstill_ms(timings), len(granted), *granted, *undecided),
     )
 
 
 def restore(keys: Keys, gateway: str, grant: Grant) -> Call:
     return Call(
         scripts.RESTORE,
-        (keys.leases(gateway), keys.reserved, keys.queued(gateway), keys.tickets),
-        (grant.handle, wire.lease(grant), GROUP),
+        (keys.leases(gateway), keys.reserved, keys.queued(gateway), keys.tickets, keys.gateways),
+        (grant.handle, wire.lease(grant), GROUP, gateway),
     )
 
 
@@ -104,12 +109,17 @@ def table(keys: Keys) -> Call:
     )
 
 
-def reap(keys: Keys) -> Call:
+def reap(keys: Keys, timings: Timings) -> Call:
     return Call(
         scripts.REAP,
-        (keys.gateways, keys.reserved, keys.tickets, keys.completions),
-        (keys.prefix, GROUP),
+        (keys.gateways, keys.reserved, keys.tickets, keys.completions, keys.born, keys.seen),
+        (keys.prefix, GROUP, _standstill_ms(timings), ms(timings.settle_s)),
     )
+
+
+def _standstill_ms(timings: Timings) -> int:
+    """Without any sign of life for so long, gateways have given Redis up and decided alone."""
+    return ms(2 * timings.deadline_s)
 
 
 # --- a decision ---------------------------------------------------------------------------------
@@ -134,6 +144,7 @@ def commit(
             keys.reserved,
             keys.shard(grant.decode.shard),
             keys.shard((grant.prefill or grant.decode).shard),
+            keys.gateways,
         ),
         (
             leader,
@@ -149,6 +160,7 @@ def commit(
             decode.requests,
             prefill.requests,
             prefill.arena_bytes,
+            ticket.gateway,
         ),
     )
 
@@ -169,7 +181,11 @@ def refuse(keys: Keys, leader: str, ticket: Ticket, refusal: wire.Refusal) -> Ca
 
 
 def lead(keys: Keys, conductor: str, timings: Timings) -> Call:
-    return Call(scripts.LEAD, (keys.leader, keys.fence), (conductor, ms(timings.leader_ttl_s)))
+    return Call(
+        scripts.LEAD,
+        (keys.leader, keys.fence, keys.born, keys.seen),
+        (conductor, ms(timings.leader_ttl_s), _standstill_ms(timings)),
+    )
 
 
 def resign(keys: Keys, leader: str) -> Call:
@@ -177,7 +193,12 @@ def resign(keys: Keys, leader: str) -> Call:
 
 
 def publish(
-    keys: Keys, leader: str, shards: Sequence[Watched], problems: Mapping[str, str], timings: Timings
+    keys: Keys,
+    leader: str,
+    shards: Sequence[Watched],
+    problems: Mapping[str, str],
+    costs: Mapping[str, Costs],
+    timings: Timings,
 ) -> Call:
     """`problems`: a sentence by shard, for those that do not run as they should."""
     args: list[str | int] = [leader, ms(timings.shard_ttl_s), keys.shard("")]
@@ -187,10 +208,15 @@ def publish(
             watched.shard,
             str(watched.state),
             wire.incarnation(watched.shard, watched.epoch),
-            "" if view is None else wire.encode(view),
+            "" if view is None else wire.encode(replace(view, costs=costs.get(watched.shard))),
             problems.get(watched.shard, ""),
         ]
     return Call(scripts.PUBLISH, (keys.leader, keys.shards), args)
+
+
+def retire(keys: Keys, leader: str, shard: str, epoch: int) -> Call:
+    name = wire.incarnation(shard, epoch)
+    return Call(scripts.RETIRE, (keys.leader, keys.reserved), (leader, *(f"{name}|{part}" for part in PARTS)))
 
 
 def ms(seconds: float) -> int:

@@ -7,12 +7,14 @@ another conductor leads, and the caller gets `Deposed`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import structlog
 
+from orchestrator.core.cost import Costs
 from orchestrator.core.pending import Place
 from orchestrator.core.routing import Mode, Refuse
 from orchestrator.core.shard import Watched
@@ -22,9 +24,10 @@ from orchestrator.errors import OrchestratorError, Unreachable
 from orchestrator.queues import calls, wire
 from orchestrator.queues.address import Command
 from orchestrator.queues.calls import Timings
+from orchestrator.queues.keys import GROUP, PARTS, Keys
 from orchestrator.queues.link import ScriptRunner
+from orchestrator.queues.mode import by_leader
 from orchestrator.queues.resp import ATTEMPTS, Refused, RespClient
-from orchestrator.queues.scripts import GROUP, PARTS, Keys
 from orchestrator.queues.table import read_mode
 from tgi_patches.contract import checked_part, new_epoch
 
@@ -32,6 +35,9 @@ log = structlog.get_logger()
 
 READ_MOST = 512
 """Entries per stream and read."""
+
+_Entry = tuple[str | None, list[str] | None] | None
+"""Id and fields; what was deleted while it was pending lacks some of it in Redis 6.2."""
 
 
 class Deposed(OrchestratorError):
@@ -46,6 +52,13 @@ class Arrived:
     completions: list[Completion] = field(default_factory=list)
     relayed: list[Relayed] = field(default_factory=list)
     """Records that were imported."""
+
+    def hear(self, facts: Iterable[Completion | Relayed]) -> None:
+        for fact in facts:
+            if isinstance(fact, Relayed):
+                self.relayed.append(fact)
+            else:
+                self.completions.append(fact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +96,10 @@ class ConductorQueue:
         self._keys = Keys(checked_part(deployment, "deployment name"))
         self._runner = ScriptRunner(redis_url, self._keys, self.timings)
         self._reader = RespClient(redis_url, deadline_s=self.timings.deadline_s)
-        self._seen: list[str] = []
-        """Completions that were read and not yet acknowledged."""
+        self._seen: dict[str, None] = {}
+        """Entries of `completions` that were read and not yet acknowledged."""
+        self._claimed = Arrived()
+        """Ends that had been delivered to others; the next read brings them."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -119,53 +134,58 @@ class ConductorQueue:
         self.leader = await self._runner.send(calls.lead(self._keys, self.conductor, self.timings))
         return bool(self.leader)
 
-    async def publish(self, shards: Sequence[Watched], problems: Mapping[str, str] | None = None) -> None:
+    async def publish(
+        self,
+        shards: Sequence[Watched],
+        problems: Mapping[str, str] | None = None,
+        costs: Mapping[str, Costs] | None = None,
+    ) -> None:
         """The whole registry; what is not in it is removed."""
-        call = calls.publish(self._keys, self._term(), shards, problems or {}, self.timings)
+        call = calls.publish(self._keys, self._term(), shards, problems or {}, costs or {}, self.timings)
         self._check(await self._runner.send(call))
 
     async def retire(self, shard: str, epoch: int) -> None:
         """Drop what is reserved on an incarnation that is gone; its leases then free nothing there."""
-        name = wire.incarnation(shard, epoch)
-        fields = [f"{name}|{part}" for part in PARTS]
-        await self._runner.client.send("HDEL", self._keys.reserved, *fields)
+        self._check(await self._runner.send(calls.retire(self._keys, self._term(), shard, epoch)))
 
     async def reap(self) -> int:
         """End the requests of gateways whose heartbeat stopped; how many."""
-        return int(await self._runner.send(calls.reap(self._keys)))
+        return int(await self._runner.send(calls.reap(self._keys, self.timings)))
 
-    async def set_mode(self, mode: Mode) -> None:
-        await self._runner.client.send("SET", self._keys.mode, wire.encode(mode))
+    async def set_mode(self, mode: Mode) -> bool:
+        """False where an operator holds it.  Raises Deposed."""
+        command = by_leader(self._keys, self._term(), mode)
+        return self._check(await self._runner.client.send(*command)) == "set"
 
     # --- tickets --------------------------------------------------------------------------------
 
-    async def read(self, *, block: bool) -> Arrived:
-        """New tickets and ends; waits up to `block_s` for the first one if `block`."""
-        waiting = ("BLOCK", max(1, calls.ms(self.timings.block_s))) if block else ()
+    async def read(self, *, block: bool, within_s: float = math.inf) -> Arrived:
+        """New tickets and ends; waits up to `block_s` for the first one if `block`, or `within_s` if less."""
+        arrived, self._claimed = self._claimed, Arrived()
+        block = block and not (arrived.completions or arrived.relayed)
+        longest_s = min(self.timings.block_s, within_s)
+        waiting = ("BLOCK", max(1, calls.ms(longest_s))) if block else ()
         group = ("XREADGROUP", "GROUP", GROUP, self.conductor, "COUNT", READ_MOST, *waiting)
         streams = ("STREAMS", self._keys.tickets, self._keys.completions, ">", ">")
         # One attempt: what a lost answer delivered is pending under our name, and `claim` finds it.
         found = await self._in_group(self._reader, (*group, *streams), attempts=1)
-        arrived = Arrived()
         for stream, entries in found or ():
             if stream == self._keys.tickets:
                 arrived.tickets.update(await self._tickets(entries))
             else:
-                self._seen += [entry_id for entry_id, _ in entries]
-                for one in _readable(entries, wire.completion):
-                    (arrived.relayed if isinstance(one, Relayed) else arrived.completions).append(one)
+                arrived.hear(self._ends(entries))
         return arrived
 
     async def claim(self, *, everything: bool) -> dict[Place, Ticket]:
-        """Tickets that were delivered to other conductors (or to us, with `everything`) and not decided."""
-        if not everything and not await self._others_hold():
-            return {}
+        """Tickets that were delivered to other conductors (or to us, with `everything`) and not decided.
+
+        Ends that others were told of come with the next read.
+        """
         claimed: dict[Place, Ticket] = {}
-        cursor = ""
-        while cursor != "0-0":
-            command = ("XAUTOCLAIM", self._keys.tickets, GROUP, self.conductor, 0, cursor or "0-0")
-            cursor, entries, *_ = await self._in_group(self._runner.client, (*command, "COUNT", READ_MOST))
+        async for entries in self._taken(self._keys.tickets, everything):
             claimed.update(await self._tickets(entries))
+        async for entries in self._taken(self._keys.completions, everything):
+            self._claimed.hear(self._ends(entries))
         return claimed
 
     async def books(self, heads: Sequence[Ticket] = ()) -> Books:
@@ -173,7 +193,9 @@ class ConductorQueue:
 
         Also acknowledges the ends that were read.
         """
-        reserved, mode, *known = await self._runner.client.all(self._reading(heads))
+        seen = list(self._seen)
+        reserved, mode, *known = await self._runner.client.all(self._reading(heads, seen))
+        self._acknowledged(seen)
         return _books(reserved, mode, heads, known)
 
     async def commit(self, commits: Sequence[Commit]) -> list[str]:
@@ -183,10 +205,11 @@ class ConductorQueue:
 
     async def commit_and_read(self, commits: Sequence[Commit]) -> tuple[list[str], Books]:
         """The same, and the books as they are after it, in the same round trip."""
-        sent = self._send(commits)
-        reading = [self._runner.client.send(*command) for command in self._reading(())]
+        sent, seen = self._send(commits), list(self._seen)
+        reading = [self._runner.client.send(*command) for command in self._reading((), seen)]
         results = await self._results(sent)
         reserved, mode, *_ = [await reply for reply in reading]
+        self._acknowledged(seen)
         return results, _books(reserved, mode)
 
     async def refuse(self, ticket: Ticket, refused: Refuse) -> None:
@@ -219,22 +242,39 @@ class ConductorQueue:
             raise Deposed("Another conductor leads.")
         return result
 
-    def _reading(self, heads: Sequence[Ticket]) -> list[Command]:
+    def _reading(self, heads: Sequence[Ticket], seen: Sequence[str]) -> list[Command]:
         commands: list[Command] = [("HGETALL", self._keys.reserved), ("GET", self._keys.mode)]
         commands += [("HEXISTS", self._keys.queued(ticket.gateway), ticket.handle) for ticket in heads]
-        if self._seen:
-            commands.append(("XACK", self._keys.completions, GROUP, *self._seen))
-            self._seen = []
+        if seen:
+            commands.append(("XACK", self._keys.completions, GROUP, *seen))
+            commands.append(("XDEL", self._keys.completions, *seen))
         return commands
 
-    async def _others_hold(self) -> bool:
-        summary = await self._in_group(self._runner.client, ("XPENDING", self._keys.tickets, GROUP))
-        *_, consumers = summary
+    def _acknowledged(self, seen: Iterable[str]) -> None:
+        for entry_id in seen:
+            self._seen.pop(entry_id, None)
+
+    async def _taken(self, stream: str, everything: bool) -> AsyncIterator[Sequence[_Entry]]:
+        """Entries of a stream that are now ours and were delivered to others, or to us and not dealt with."""
+        if not everything and not await self._others_hold(stream):
+            return
+        cursor = ""
+        while cursor != "0-0":
+            command = ("XAUTOCLAIM", stream, GROUP, self.conductor, 0, cursor or "0-0", "COUNT", READ_MOST)
+            cursor, entries, *_ = await self._in_group(self._runner.client, command)
+            yield entries
+
+    async def _others_hold(self, stream: str) -> bool:
+        *_, consumers = await self._in_group(self._runner.client, ("XPENDING", stream, GROUP))
         return any(name != self.conductor for name, _ in consumers or ())
 
-    async def _tickets(
-        self, entries: Sequence[tuple[str | None, list[str] | None] | None]
-    ) -> dict[Place, Ticket]:
+    def _ends(self, entries: Sequence[_Entry]) -> list[Completion | Relayed]:
+        """What entries of `completions` say that were not seen yet; all wait for their acknowledgement."""
+        new = [(i, fields) for i, fields in filter(None, entries) if i and fields and i not in self._seen]
+        self._seen.update((entry_id, None) for entry_id, _ in new)
+        return _readable(new, wire.completion)
+
+    async def _tickets(self, entries: Sequence[_Entry]) -> dict[Place, Ticket]:
         """By place in the stream; what cannot be read is logged and removed."""
         found: dict[Place, Ticket] = {}
         for entry_id, fields in filter(None, entries):

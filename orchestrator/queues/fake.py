@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from orchestrator.core.routing import Decision, Mode, Refuse, decide, first_come, release, reserve
 from orchestrator.core.shard import ShardState
-from orchestrator.core.ticket import Completion, Grant, Outcome, ShardView, Ticket
+from orchestrator.core.ticket import Completion, Grant, Outcome, Relayed, ShardView, Ticket
 from orchestrator.errors import Unavailable
 from orchestrator.queues.open import OpenRequests, cancelled, closed, no_shard, queue_full, too_late
 
@@ -26,11 +26,12 @@ class FakeQueue:
     ) -> None:
         self.gateway = "fake.1"
         self.mode = Mode()
+        self.connected = True
         self.degraded: str | None = None
         self.granted: list[Grant] = []
         self.completions: list[Completion] = []
-        self.imported: list[str] = []
-        """Handles whose record was said to be imported."""
+        self.imported: list[Relayed] = []
+        """Records that were said to be imported, once each."""
         self._shards = tuple(shards)
         self._queue_size = queue_size
         self._now = now
@@ -94,13 +95,13 @@ class FakeQueue:
         self._end(completion)
         return _Told()
 
-    def relayed(self, handle: str) -> None:
-        request = self._requests.get(handle)
+    def relayed(self, relayed: Relayed) -> None:
+        request = self._requests.get(relayed.handle)
         before = None if request is None else request.held
-        after = self._requests.relayed(handle)
+        after = self._requests.relayed(relayed.handle)
         if before is not None and after is not None:
             self._shards = reserve(release(self._shards, before), after)
-            self.imported.append(handle)
+            self.imported.append(relayed)
             self._decide()
 
     def cancel(self, handle: str) -> Awaitable[None]:

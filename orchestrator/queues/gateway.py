@@ -15,11 +15,12 @@ from typing import Any, Self
 
 import structlog
 
-from orchestrator.core.routing import Mode, Refuse, decide, first_come
-from orchestrator.core.ticket import Completion, Grant, Outcome, ShardView, Ticket
+from orchestrator.core.routing import Mode, Policy, Refuse, decide, first_come
+from orchestrator.core.ticket import Completion, Grant, Outcome, Relayed, ShardView, Ticket
 from orchestrator.errors import OrchestratorError, Unavailable, Unreachable
 from orchestrator.queues import calls, wire
 from orchestrator.queues.calls import Call, Timings
+from orchestrator.queues.keys import Keys
 from orchestrator.queues.link import BATCH, ScriptRunner, unless_cancelled
 from orchestrator.queues.open import (
     OpenRequest,
@@ -31,8 +32,8 @@ from orchestrator.queues.open import (
     too_late,
 )
 from orchestrator.queues.resp import RespClient
-from orchestrator.queues.scripts import Keys
 from orchestrator.queues.table import Table, conservative
+from orchestrator.queues.untold import Untold
 from tgi_patches.contract import checked_part, new_epoch
 
 log = structlog.get_logger()
@@ -52,6 +53,7 @@ class GatewayQueue:
         *,
         queue_size: int = 1024,
         timings: Timings | None = None,
+        policy: Policy | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.gateway = checked_part(f"{gateway_id}.{new_epoch()}", "gateway name")
@@ -60,8 +62,10 @@ class GatewayQueue:
         self._runner = ScriptRunner(redis_url, self._keys, self._timings)
         self._grants = RespClient(redis_url, deadline_s=self._timings.deadline_s)
         self._queue_size = queue_size
+        self._policy = policy
         self._now = now
         self._requests = OpenRequests()
+        self._untold = Untold(self._keys, self.gateway, queue_size)
         self._table = Table()
         self._lost: str | None = None
         self._wake = asyncio.Event()
@@ -72,6 +76,10 @@ class GatewayQueue:
         self._closing = False
 
     # --- state ----------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        return self._lost is None
 
     @property
     def degraded(self) -> str | None:
@@ -165,11 +173,15 @@ class GatewayQueue:
             ended.add_done_callback(lambda reply: self._told(reply, told))
         return told
 
-    def relayed(self, handle: str) -> None:
-        held = self._requests.relayed(handle)
-        if held is not None and self._lost is None:
-            reply = self._runner.send(calls.relayed(self._keys, self.gateway, held))
-            reply.add_done_callback(self._replied)
+    def relayed(self, relayed: Relayed) -> None:
+        held = self._requests.relayed(relayed.handle)
+        if held is None:
+            return
+        if self._lost is None:
+            reply = self._runner.send(calls.relayed(self._keys, self.gateway, held, relayed))
+            reply.add_done_callback(lambda reply: self._relay_told(relayed, reply))
+        else:
+            self._untold.add(relayed.handle, relayed)
 
     def cancel(self, handle: str) -> Awaitable[None]:
         request = self._requests.get(handle)
@@ -182,6 +194,10 @@ class GatewayQueue:
         if not told.done():
             told.set_result(None)
 
+    def _relay_told(self, relayed: Relayed, reply: asyncio.Future[Any]) -> None:
+        if self._replied(reply) is None and self._requests.get(relayed.handle) is not None:
+            self._untold.add(relayed.handle, relayed)
+
     async def refresh(self) -> None:
         try:
             await self._read_table()
@@ -191,7 +207,7 @@ class GatewayQueue:
     def _announce(self, request: OpenRequest) -> None:
         """Put the ticket into Redis; without Redis only the local bound holds."""
         if self._lost is None:
-            reply = self._runner.send(self._submission(request))
+            reply = self._runner.send(self._untold.submission(request))
             reply.add_done_callback(lambda reply: self._announced(request, self._replied(reply)))
         else:
             self._announced(request, None)
@@ -221,6 +237,7 @@ class GatewayQueue:
     def _end(self, completion: Completion) -> asyncio.Future[Any] | None:
         """Forget the request here at once and in Redis in order; without Redis a later heartbeat does it."""
         self._requests.forget(completion.handle)
+        self._untold.forget(completion.handle)
         self._stir()
         if self._lost is not None:
             return None
@@ -241,11 +258,13 @@ class GatewayQueue:
             unless_cancelled()
             await asyncio.sleep(self._timings.heartbeat_s)
             try:
-                missing = await self._runner.send(self._heartbeat())
-                await asyncio.gather(*(self._runner.send(call) for call in self._restorations(missing)))
+                missing = await self._runner.tell(self._heartbeat)
+                telling, told = self._untold.telling(missing, self._requests.get)
+                await self._runner.run(telling)
+                self._untold.told(told)
                 await self._read_table()
                 if not self._table.leader:
-                    await self._runner.send(calls.reap(self._keys))
+                    await self._runner.send(calls.reap(self._keys, self._timings))
             except Unreachable as error:
                 self._lose(error)
             else:
@@ -283,7 +302,7 @@ class GatewayQueue:
             self._requests.settle(request.ticket, answer)
         elif request.held is not None and request.grant != answer:
             # Decided here without Redis, and by a conductor from the ticket that survived: ours is served.
-            self._runner.send(calls.restore(self._keys, self.gateway, request.held))
+            self._untold.add(answer.handle)
 
     async def _decide_late_ones(self) -> None:
         """The gateway's own decisions; one pass at a time, in order."""
@@ -337,7 +356,7 @@ class GatewayQueue:
         """The conductor's decision and its script; in order, up to the first that waits."""
         shards = self._table.shards
         sent: list[tuple[Ticket, asyncio.Future[Any]]] = []
-        for ticket, decision in first_come(due, shards, mode=self.mode):
+        for ticket, decision in first_come(due, shards, mode=self.mode, policy=self._policy):
             if isinstance(decision, Refuse):
                 self._refuse(ticket, decision)
             else:
@@ -351,9 +370,10 @@ class GatewayQueue:
     def _decide_locally(self, due: Sequence[Ticket]) -> None:
         """Without Redis: this gateway's share of half of what was there, less what it holds itself."""
         shards = conservative(self._table, self._requests.held())
-        for ticket, decision in first_come(due, shards, mode=self.mode):
+        for ticket, decision in first_come(due, shards, mode=self.mode, policy=self._policy):
             if isinstance(decision, Grant):
                 self._requests.settle(ticket, decision)
+                self._untold.add(ticket.handle)
             elif isinstance(never := decide(ticket, self._table.shards, mode=self.mode), Refuse):
                 self._refuse(ticket, never)
 
@@ -371,20 +391,6 @@ class GatewayQueue:
     def _heartbeat(self) -> Call:
         granted = [grant.handle for grant in self._requests.held()]
         return calls.heartbeat(self._keys, self.gateway, granted, self._requests.undecided(), self._timings)
-
-    def _submission(self, request: OpenRequest) -> Call:
-        return calls.submit(self._keys, request.ticket, self._queue_size)
-
-    def _restorations(self, missing: Sequence[str]) -> list[Call]:
-        """What a Redis that forgot it is told about open requests."""
-        found = [request for request in map(self._requests.get, missing) if request is not None]
-        return [
-            self._submission(request)
-            if request.held is None
-            else calls.restore(self._keys, self.gateway, request.held)
-            for request in found
-            if request.announced
-        ]
 
     def _lose(self, error: Exception) -> None:
         if self._lost is None:

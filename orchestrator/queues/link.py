@@ -7,14 +7,15 @@ other: what is sent in one turn of the loop leaves together, and Redis answers i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.queues.address import Command
 from orchestrator.queues.calls import Call, Timings
-from orchestrator.queues.resp import Refused, RespClient, Say
-from orchestrator.queues.scripts import ALL, ENTER, SCHEMA_VERSION, Keys
+from orchestrator.queues.keys import Keys
+from orchestrator.queues.resp import ATTEMPTS, Refused, RespClient, Say
+from orchestrator.queues.scripts import ALL, ENTER, SCHEMA_VERSION
 
 BATCH = 64
 """Own decisions per pass: their replies are awaited together, so all must fit into the deadline."""
@@ -47,13 +48,24 @@ class ScriptRunner:
     async def aclose(self) -> None:
         await self.client.aclose()
 
-    def send(self, call: Call) -> asyncio.Future[Any]:
+    def send(self, call: Call, *, attempts: int = ATTEMPTS) -> asyncio.Future[Any]:
         """Queue a call.  It is sent even if nobody waits for its reply; the future may raise Unreachable.
 
         A call that tells what the caller holds must be built when it is queued: built later, it would run
         ahead of the calls that stand behind it.
         """
-        return self.client.send("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.args)
+        command = ("EVALSHA", call.script.sha, len(call.keys), *call.keys, *call.args)
+        return self.client.send(*command, attempts=attempts)
+
+    async def tell(self, build: Callable[[], Call]) -> Any:
+        """The reply to a call that tells all that the caller holds, built anew for its second attempt.
+
+        What was sent behind the first one may have been done, and would be undone if that were repeated.
+        """
+        try:
+            return await self.send(build(), attempts=1)
+        except Unreachable:
+            return await self.send(build(), attempts=1)
 
     async def run(self, calls: Sequence[Call]) -> list[Any]:
         """Replies in order, in one round trip; raises the first error."""

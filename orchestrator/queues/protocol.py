@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from orchestrator.core.routing import Mode
-from orchestrator.core.ticket import Completion, Grant, ShardView, Ticket
+from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket
 
 
 class RequestQueue(Protocol):
@@ -15,6 +15,10 @@ class RequestQueue(Protocol):
     @property
     def gateway(self) -> str:
         """`<gateway id>.<gateway epoch>`, as tickets carry it."""
+
+    @property
+    def connected(self) -> bool:
+        """Redis answers."""
 
     @property
     def degraded(self) -> str | None:
@@ -48,7 +52,7 @@ class RequestQueue(Protocol):
         of it.  Awaiting the result is for who needs to know that it has been heard, or cannot be.
         """
 
-    def relayed(self, handle: str) -> None:
+    def relayed(self, relayed: Relayed) -> None:
         """The record of a granted request was imported: the prefill shard's part is free, once.
 
         Said at once and cannot fail, as `complete`.

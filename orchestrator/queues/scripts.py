@@ -1,4 +1,4 @@
-"""Every Redis key and every Lua script of the queue, in one place.
+"""Every Lua script of the queue, in one place; `keys` says which keys they work on.
 
 Reservations are counters per incarnation (`<shard>.<epoch>|kv`, `|slots`, `|bytes`, `|records`) and change
 only together with the lease that holds them: `kv|bytes|decode.epoch|prefill.epoch|<grant as JSON>`.
@@ -10,91 +10,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from orchestrator.queues.keys import Keys as Keys
+
 SCHEMA_VERSION = "2"
-GROUP = "conductors"
-BODY = "b"
-"""The one field of every stream entry: JSON."""
-PARTS = ("kv", "slots", "bytes", "records")
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The names of one deployment's keys.  The braces keep them in one slot of a Redis cluster."""
-
-    deployment: str
-
-    @property
-    def prefix(self) -> str:
-        return f"orch:{{{self.deployment}}}:"
-
-    @property
-    def schema(self) -> str:
-        """Version of this layout; whoever finds another one stops."""
-        return self.prefix + "schema"
-
-    @property
-    def born(self) -> str:
-        """Milliseconds at which this Redis first saw the deployment: again after it restarted empty."""
-        return self.prefix + "born"
-
-    @property
-    def leader(self) -> str:
-        """`<conductor>:<fence>` of the leading conductor, with a time to live."""
-        return self.prefix + "leader"
-
-    @property
-    def fence(self) -> str:
-        """Counts elections."""
-        return self.prefix + "fence"
-
-    @property
-    def mode(self) -> str:
-        """JSON."""
-        return self.prefix + "mode"
-
-    @property
-    def tickets(self) -> str:
-        """Stream of undecided tickets; a decision deletes its entry."""
-        return self.prefix + "tickets"
-
-    @property
-    def completions(self) -> str:
-        """Stream of ends, and of records that were imported; about the last 10,000."""
-        return self.prefix + "completions"
-
-    @property
-    def shards(self) -> str:
-        """Set of shard names; `shard:{name}` is a hash of state, epoch and view with a time to live."""
-        return self.prefix + "shards"
-
-    @property
-    def reserved(self) -> str:
-        """Hash of all reservation counters."""
-        return self.prefix + "reserved"
-
-    @property
-    def gateways(self) -> str:
-        """Set of gateway incarnations that may hold leases."""
-        return self.prefix + "gateways"
-
-    def shard(self, shard: str) -> str:
-        return f"{self.prefix}shard:{shard}"
-
-    def gateway(self, gateway: str) -> str:
-        """Exists while the gateway's heart beats."""
-        return f"{self.prefix}gateway:{gateway}"
-
-    def queued(self, gateway: str) -> str:
-        """Hash: handle -> entry in `tickets`."""
-        return f"{self.prefix}queued:{gateway}"
-
-    def leases(self, gateway: str) -> str:
-        """Hash: handle -> lease."""
-        return f"{self.prefix}leases:{gateway}"
-
-    def grants(self, gateway: str) -> str:
-        """Stream of answers for one gateway incarnation, which alone reads it."""
-        return f"{self.prefix}grants:{gateway}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,24 +66,45 @@ local function now_ms()
 end
 -- Milliseconds since this Redis first saw the deployment.
 local function age_ms(born)
-  redis.call('SET', born, string.format('%d', now_ms()), 'NX')
-  return now_ms() - redis.call('GET', born)
+  local at = redis.call('GET', born)
+  if not at then
+    at = string.format('%d', now_ms())
+    redis.call('SET', born, at)
+  end
+  return now_ms() - at
 end
--- End what Redis holds for a gateway and `open` does not name; how many requests.
+-- A sign of life.  After none for so long, Redis stood still: gateways went on, and have to tell first.
+local function pulse(born, seen, most_ms)
+  local now, last = now_ms(), redis.call('GET', seen)
+  redis.call('SET', seen, string.format('%d', now))
+  if last and (now - last > tonumber(most_ms) or now < tonumber(last)) then
+    redis.call('SET', born, string.format('%d', now))
+  end
+end
+local function told(completions, text)
+  redis.call('XADD', completions, 'MAXLEN', '~', 50000, '*', 'b', text)
+end
+-- The lease of a handle is this one now, whatever it was.
+local function rebook(leases, reserved, handle, lease)
+  free(leases, reserved, handle)
+  book(add, reserved, lease)
+  redis.call('HSET', leases, handle, lease)
+end
+-- End what Redis holds for a gateway and `open` does not name; how many requests, and what there was.
 local function sweep(leases, queued, reserved, tickets, completions, group, open)
-  local ended = 0
-  for _, key in ipairs({leases, queued}) do
+  local ended, known = 0, {{}, {}}
+  for which, key in ipairs({leases, queued}) do
     for _, handle in ipairs(redis.call('HKEYS', key)) do
+      known[which][handle] = true
       if not open[handle] then
         free(leases, reserved, handle)
         withdraw(tickets, queued, handle, group)
-        redis.call('XADD', completions, 'MAXLEN', '~', 10000, '*', 'b',
-          cjson.encode({handle = handle, outcome = 'cancelled'}))
+        told(completions, cjson.encode({handle = handle, outcome = 'cancelled'}))
         ended = ended + 1
       end
     end
   end
-  return ended
+  return ended, known[1], known[2]
 end
 """
 
@@ -175,19 +114,23 @@ def _with_shared(text: str) -> Script:
 
 
 SUBMIT = Script("""
--- KEYS tickets queued  ARGV handle ticket queue_size  -> queued | full
--- Idempotent by handle, so that it may be repeated after a lost answer.
-if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then return 'queued' end
+-- KEYS tickets queued leases gateways  ARGV handle ticket queue_size gateway  -> queued | full
+-- Idempotent by handle, so that it may be repeated after a lost answer, also one that was decided meanwhile.
+-- Whatever a gateway leaves in Redis is found by the reaper, even if it was reaped a moment ago.
+if redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 or redis.call('HEXISTS', KEYS[3], ARGV[1]) == 1 then
+  return 'queued'
+end
 if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[3]) then return 'full' end
+redis.call('SADD', KEYS[4], ARGV[4])
 redis.call('HSET', KEYS[2], ARGV[1], redis.call('XADD', KEYS[1], '*', 'b', ARGV[2]))
 return 'queued'
 """)
 
 COMMIT = _with_shared("""
--- KEYS leader born tickets gateway queued leases grants reserved decode-shard prefill-shard
+-- KEYS leader born tickets gateway queued leases grants reserved decode-shard prefill-shard gateways
 -- ARGV leader ('' for a gateway's own decision) handle lease grant group settle_ms
 --      decode-incarnation prefill-incarnation ('' for mixed)
---      kv slots decode-requests prefill-requests bytes   (what each shard can be promised at most)
+--      kv slots decode-requests prefill-requests bytes   (what each shard can be promised at most)  gateway
 -- -> {granted | duplicate | gone | silent | fenced | behind | settling | stale | full, lease}
 local own, handle, lease, reserved = ARGV[1] == '', ARGV[2], ARGV[3], KEYS[8]
 local leader = redis.call('GET', KEYS[1])
@@ -205,7 +148,7 @@ if own and leader and ticket then
   local first = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 1)[1]
   if first and first[1] ~= ticket then return {'behind', ''} end
 end
--- A Redis that has just come up empty waits until the gateways have told what they hold.
+-- A Redis that has just come up, or woken up, waits until the gateways have told what they hold.
 if age_ms(KEYS[2]) < tonumber(ARGV[6]) then return {'settling', ''} end
 
 -- Shards that no conductor publishes any more may still serve; one that is published must be ready.
@@ -214,27 +157,33 @@ local function usable(key, incarnation)
   if not seen[2] then return not leader end
   return seen[1] == 'ready' and seen[2] == incarnation
 end
-local function count(incarnation, part)
-  return tonumber(redis.call('HGET', reserved, incarnation .. '|' .. part) or 0)
+local function count(incarnation)
+  local found = redis.call('HMGET', reserved, incarnation .. '|kv', incarnation .. '|slots',
+    incarnation .. '|records', incarnation .. '|bytes')
+  return (found[1] or 0) + 0, (found[2] or 0) + 0, (found[3] or 0) + 0, (found[4] or 0) + 0
 end
-local function legs(incarnation) return count(incarnation, 'slots') + count(incarnation, 'records') end
 local kv, bytes = string.match(lease, '^(%d+)|(%d+)|')
 local decode, prefill = ARGV[7], ARGV[8]
 if not usable(KEYS[9], decode) or (prefill ~= '' and not usable(KEYS[10], prefill)) then
   return {'stale', ''}
 end
-if count(decode, 'kv') + kv > tonumber(ARGV[9]) or count(decode, 'slots') + 1 > tonumber(ARGV[10])
-  or legs(decode) + 1 > tonumber(ARGV[11]) then
-  return {'full', ''}
-end
-if prefill ~= '' and (legs(prefill) + 1 > tonumber(ARGV[12])
-  or count(prefill, 'bytes') + bytes > tonumber(ARGV[13])) then
-  return {'full', ''}
+local used, slots, records = count(decode)
+if used + kv > tonumber(ARGV[9]) or slots + 1 > tonumber(ARGV[10]) or slots + records + 1 > tonumber(ARGV[11])
+  then return {'full', ''} end
+if prefill ~= '' then
+  local _, mixed, records, outstanding = count(prefill)
+  if mixed + records + 1 > tonumber(ARGV[12]) or outstanding + bytes > tonumber(ARGV[13]) then
+    return {'full', ''}
+  end
 end
 book(add, reserved, lease)
 redis.call('HSET', KEYS[6], handle, lease)
 withdraw(KEYS[3], KEYS[5], handle, ARGV[5])
-if not own then redis.call('XADD', KEYS[7], 'MAXLEN', '~', 10000, '*', 'b', ARGV[4]) end
+if own then
+  redis.call('SADD', KEYS[11], ARGV[14])
+else
+  redis.call('XADD', KEYS[7], 'MAXLEN', '~', 10000, '*', 'b', ARGV[4])
+end
 return {'granted', lease}
 """)
 
@@ -252,7 +201,7 @@ COMPLETE = _with_shared("""
 local queued = withdraw(KEYS[1], KEYS[2], ARGV[1], ARGV[3])
 local held = free(KEYS[3], KEYS[4], ARGV[1])
 if not queued and not held then return 0 end
-redis.call('XADD', KEYS[5], 'MAXLEN', '~', 10000, '*', 'b', ARGV[2])
+told(KEYS[5], ARGV[2])
 return 1
 """)
 
@@ -261,40 +210,46 @@ RELAYED = _with_shared("""
 -- The record has been imported: the prefill shard's part is freed, once; what decode holds stays.
 local held = redis.call('HGET', KEYS[1], ARGV[1])
 if not held then return 0 end
-local _, bytes, _, prefill = string.match(held, '^(%d+)|(%d+)|([^|]*)|([^|]*)|')
+local kv, bytes, decode, prefill = string.match(held, '^(%d+)|(%d+)|([^|]*)|([^|]*)|')
 if prefill == '' then return 0 end
-sub(KEYS[2], prefill, 'bytes', bytes)
-sub(KEYS[2], prefill, 'records', 1)
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', 10000, '*', 'b', ARGV[3])
+local kv_now, _, decode_now = string.match(ARGV[2], '^(%d+)|(%d+)|([^|]*)|')
+if kv == kv_now and decode == decode_now then
+  sub(KEYS[2], prefill, 'bytes', bytes)
+  sub(KEYS[2], prefill, 'records', 1)
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+else
+  -- The gateway serves another grant than the one that Redis knows.
+  rebook(KEYS[1], KEYS[2], ARGV[1], ARGV[2])
+end
+told(KEYS[3], ARGV[3])
 return 1
 """)
 
 HEARTBEAT = _with_shared("""
--- KEYS gateway gateways queued leases reserved tickets completions
--- ARGV gateway ttl_ms group granted-count granted... queued...  -> handles that Redis does not know
+-- KEYS gateway gateways queued leases reserved tickets completions born seen
+-- ARGV gateway ttl_ms group standstill_ms granted-count granted... queued...
+-- -> handles that Redis does not know
 -- What the gateway has open is the truth: whatever else Redis holds for it is freed.
+pulse(KEYS[8], KEYS[9], ARGV[4])
 redis.call('SET', KEYS[1], '1', 'PX', ARGV[2])
 redis.call('SADD', KEYS[2], ARGV[1])
-local open, missing = {}, {}
-for i = 5, #ARGV do
-  open[ARGV[i]] = true
-  local known = redis.call('HEXISTS', KEYS[4], ARGV[i]) == 1
-    or (i > 4 + ARGV[4] and redis.call('HEXISTS', KEYS[3], ARGV[i]) == 1)
-  if not known then missing[#missing + 1] = ARGV[i] end
+local open, missing, first_queued = {}, {}, 6 + ARGV[5]
+for i = 6, #ARGV do open[ARGV[i]] = true end
+local _, leased, waits = sweep(KEYS[4], KEYS[3], KEYS[5], KEYS[6], KEYS[7], ARGV[3], open)
+for i = 6, #ARGV do
+  local handle = ARGV[i]
+  if not leased[handle] and not (i >= first_queued and waits[handle]) then missing[#missing + 1] = handle end
 end
-sweep(KEYS[4], KEYS[3], KEYS[5], KEYS[6], KEYS[7], ARGV[3], open)
 return missing
 """)
 
 RESTORE = _with_shared("""
--- KEYS leases reserved queued tickets  ARGV handle lease group
+-- KEYS leases reserved queued tickets gateways  ARGV handle lease group gateway
 -- The gateway already serves this request: its lease stands, whatever the room.
-if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then return 0 end
-free(KEYS[1], KEYS[2], ARGV[1])
+redis.call('SADD', KEYS[5], ARGV[4])
 withdraw(KEYS[4], KEYS[3], ARGV[1], ARGV[3])
-book(add, KEYS[2], ARGV[2])
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then return 0 end
+rebook(KEYS[1], KEYS[2], ARGV[1], ARGV[2])
 return 1
 """)
 
@@ -316,8 +271,9 @@ end
 return out
 """)
 
-LEAD = Script("""
--- KEYS leader fence  ARGV conductor ttl_ms  -> leader value, '' when another one leads
+LEAD = _with_shared("""
+-- KEYS leader fence born seen  ARGV conductor ttl_ms standstill_ms  -> leader value, '' when another leads
+pulse(KEYS[3], KEYS[4], ARGV[3])
 local leader = redis.call('GET', KEYS[1])
 if not leader then
   leader = ARGV[1] .. ':' .. redis.call('INCR', KEYS[2])
@@ -358,8 +314,19 @@ end
 return 'published'
 """)
 
+RETIRE = Script("""
+-- KEYS leader reserved  ARGV leader field...  -> retired | fenced.  Counters of an incarnation that is gone.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'fenced' end
+for i = 2, #ARGV do redis.call('HDEL', KEYS[2], ARGV[i]) end
+return 'retired'
+""")
+
 REAP = _with_shared("""
--- KEYS gateways reserved tickets completions  ARGV key-prefix group  -> requests that were ended
+-- KEYS gateways reserved tickets completions born seen
+-- ARGV key-prefix group standstill_ms settle_ms  -> requests that were ended
+-- While Redis stood still, no heart was heard: nobody is dead before all could beat again.
+pulse(KEYS[5], KEYS[6], ARGV[3])
+if age_ms(KEYS[5]) < tonumber(ARGV[4]) then return 0 end
 local ended = 0
 for _, gateway in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   if redis.call('EXISTS', ARGV[1] .. 'gateway:' .. gateway) == 0 then
@@ -391,6 +358,7 @@ ALL = (
     LEAD,
     RESIGN,
     PUBLISH,
+    RETIRE,
     REAP,
     ENTER,
 )

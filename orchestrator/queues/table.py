@@ -36,13 +36,14 @@ class Table:
     def parse(cls, reply: Sequence[Any], last: Table | None = None) -> Self:
         """The reply of `scripts.TABLE`.
 
-        When no conductor leads, nobody publishes: shards that lapsed from Redis are kept from `last`.
+        When no conductor leads, nobody publishes: shards that lapsed from Redis are kept from `last`, also
+        until a new leader has published its first table; what that does not know yet, `last` knows.
         """
         leader, mode, gateways, waiting, reserved, *rows = reply
         counters = wire.counters(reserved)
         views = {view.shard: view for view in _views(rows)}
-        if not leader and last is not None:
-            views = {view.shard: view for view in last.shards} | views
+        if last is not None:
+            views = _kept(last, rows, everything=not (leader and rows)) | views
         return cls(
             leader=leader,
             mode=read_mode(mode),
@@ -60,6 +61,16 @@ def read_mode(text: str) -> Mode:
     except wire.WireError as error:
         log.warning("mode_unreadable", error=str(error))
         return Mode()
+
+
+def _kept(last: Table, rows: Sequence[str], *, everything: bool) -> dict[str, ShardView]:
+    """Views of `last`, in the state that was published since."""
+    states = dict(zip(rows[::4], rows[1::4], strict=True))
+    return {
+        view.shard: replace(view, state=states.get(view.shard, view.state))
+        for view in last.shards
+        if everything or view.shard in states
+    }
 
 
 def _views(rows: Sequence[str]) -> Iterable[ShardView]:

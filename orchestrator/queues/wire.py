@@ -22,7 +22,7 @@ from orchestrator.core.ticket import (
     SharedRecord,
     Ticket,
 )
-from orchestrator.queues.scripts import BODY
+from orchestrator.queues.keys import BODY
 from tgi_patches.contract import Fingerprint, Limits, Role
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def completion(text: str) -> Completion | Relayed:
 
     def build(raw: Mapping[str, Any]) -> Completion | Relayed:
         if "outcome" not in raw:
-            return Relayed(raw["handle"])
+            return Relayed(**_known(Relayed, raw))
         return Completion(**{**_known(Completion, raw), "outcome": Outcome(raw["outcome"])})
 
     return _decoded(text, build)
@@ -127,7 +127,9 @@ def _grant(raw: Mapping[str, Any]) -> Grant:
     known["prefill"] = None if prefill is None else Leg(**_known(Leg, prefill))
     shared = raw.get("shared")
     if shared is not None:
-        known["shared"] = SharedRecord(shared["handle"], Leg(**_known(Leg, shared["owner"])))
+        known["shared"] = SharedRecord(
+            shared["handle"], Leg(**_known(Leg, shared["owner"])), bool(shared.get("greedy"))
+        )
     return Grant(**known)
 
 
@@ -190,12 +192,11 @@ def counters(flat: list[str]) -> dict[str, int]:
 
 
 def booked(shard: ShardView, reserved: Counters) -> ShardView:
-    """The view with what is reserved on this incarnation."""
+    """A view without reservations, with what is reserved on this incarnation."""
     name = incarnation(shard.shard, shard.epoch)
-    return dataclasses.replace(
-        shard,
-        reserved_kv_tokens=reserved.get(f"{name}|kv", 0),
-        reserved_slots=reserved.get(f"{name}|slots", 0),
-        outstanding_bytes=reserved.get(f"{name}|bytes", 0),
-        outstanding_records=reserved.get(f"{name}|records", 0),
+    return shard.booked(
+        kv_tokens=reserved.get(f"{name}|kv", 0),
+        slots=reserved.get(f"{name}|slots", 0),
+        record_bytes=reserved.get(f"{name}|bytes", 0),
+        records=reserved.get(f"{name}|records", 0),
     )

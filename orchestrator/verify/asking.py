@@ -16,6 +16,8 @@ from orchestrator.verify.answer import Answer, Route, Token
 from orchestrator.verify.cases import Body, Case, Via
 
 DEBUG_HEADERS = {"x-orchestrator-debug": "1"}
+SPLIT_HEADERS = {**DEBUG_HEADERS, "x-orchestrator-choice": "separated"}
+"""The separated path is what we want to see, whatever the cost model says."""
 COMMENT_MARK = b": orchestrator "
 Json = dict[str, Any]
 
@@ -24,14 +26,16 @@ class NotTgi(OrchestratorError):
     """The server answers, but not in TGI's shapes."""
 
 
-async def ask(client: httpx.AsyncClient, case: Case) -> Answer:
+async def ask(client: httpx.AsyncClient, case: Case, headers: Mapping[str, str] = DEBUG_HEADERS) -> Answer:
     """The answer to `case`.  `client` knows the base URL and the deadlines; Unreachable without one."""
-    return await ask_body(client, case.via, case.body)
+    return await ask_body(client, case.via, case.body, headers)
 
 
-async def ask_body(client: httpx.AsyncClient, via: Via, body: Body) -> Answer:
+async def ask_body(
+    client: httpx.AsyncClient, via: Via, body: Body, headers: Mapping[str, str] = DEBUG_HEADERS
+) -> Answer:
     try:
-        async with client.stream("POST", via.path, json=dict(body), headers=DEBUG_HEADERS) as response:
+        async with client.stream("POST", via.path, json=dict(body), headers=headers) as response:
             told = _route_of(response.headers)
             if response.status_code != 200:
                 return Answer(response.status_code, error=_error_of(await response.aread()), route=told)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 
 from orchestrator.verify.answer import IMPORT_HIT, Answer
-from orchestrator.verify.asking import ask
+from orchestrator.verify.asking import SPLIT_HEADERS, ask
 from orchestrator.verify.cases import Case
 from orchestrator.verify.compare import first_difference, largest_logprob_gap, path_problem
 from orchestrator.verify.prepare import CannotPrepare, prepare
@@ -97,7 +97,7 @@ async def one_by_one(cases: Sequence[Case], sides: Sides, seen: Seen) -> tuple[l
             verdicts.append(Verdict(case.name, case.via.value, skipped=str(reason)))
         else:
             reference = await ask(sides.reference, ready)
-            separated = await ask(sides.separated, ready)
+            separated = await ask(sides.separated, ready, SPLIT_HEADERS)
             verdicts.append(judge(ready, separated, reference, sides.tolerance))
             asked.append(Asked(ready, separated))
         seen(verdicts[-1])
@@ -114,7 +114,7 @@ async def all_at_once(asked: Sequence[Asked], at_once: int, sides: Sides, seen: 
 
     async def again(item: Asked) -> Verdict:
         async with gate:
-            answer = await ask(sides.separated, item.case)
+            answer = await ask(sides.separated, item.case, SPLIT_HEADERS)
         verdict = judge(item.case, answer, item.separated, sides.tolerance)
         seen(verdict)
         return verdict

@@ -17,7 +17,7 @@ from orchestrator.deployment.state import State, StateFolder, started_ticks
 from orchestrator.errors import ConfigError
 from tgi_patches.contract import OVERLAY_VERSION, PROTOCOL_VERSION, Role, ShardSpec
 
-COMMANDS = ("up", "down", "status", "serve", "shard", "logs", "verify", "version")
+COMMANDS = ("up", "down", "status", "degrade", "serve", "shard", "logs", "verify", "version")
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,15 @@ from tgi_patches.contract import Role, ShardSpec
 
 STATUS: dict[str, Any] = {
     "model": "tiny",
+    "mode": {
+        "level": 0,
+        "name": "normal",
+        "output_cap": None,
+        "shed_below": None,
+        "auto": True,
+        "set_by": "conductor",
+        "reason": "",
+    },
     "degraded": None,
     "waiting": 2,
     "open_requests": 3,
@@ -47,8 +56,16 @@ STATUS: dict[str, Any] = {
             "reserved_slots": 5,
             "outstanding_records": 6,
             "outstanding_bytes": 3 * 2**20,
+            "costs": None,
         }
     ],
+}
+COSTS: dict[str, Any] = {
+    "prefill": {"fixed_s": 0.01, "per_token_s": 0.0005, "per_square_s": 0.0},
+    "decode": None,
+    "relay": {"latency_s": 0.0021, "bytes_per_s": 3 * 2**30},
+    "pull": None,
+    "figures": {"saturation_tokens": 480, "prefill_tokens_per_s": 1834.2},
 }
 
 
@@ -99,6 +116,47 @@ def test_status_says_when_the_deployment_is_degraded() -> None:
     with gateway(200, json.dumps(degraded).encode()) as url:
         result = CliRunner().invoke(app, ["status", "--url", url])
     assert "No conductor leads: this gateway decides for itself." in result.stdout
+
+
+def status(told: dict[str, Any]) -> str:
+    with gateway(200, json.dumps(told).encode()) as url:
+        result = CliRunner().invoke(app, ["status", "--url", url])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_status_tells_the_mode_what_it_takes_away_who_set_it_and_why() -> None:
+    assert "mode normal\n" in status(STATUS)
+    mode = {**STATUS["mode"], "level": 4, "name": "shedding", "output_cap": 128, "shed_below": 0}
+    by_itself = status({**STATUS, "mode": {**mode, "reason": "20 % [is] ready."}})
+    assert (
+        "mode shedding, answers of at most 128 tokens, low priorities refused: 20 % [is] ready." in by_itself
+    )
+    held = status({**STATUS, "mode": {**mode, "auto": False, "set_by": "operator"}})
+    assert "low priorities refused, held by an operator\n" in held
+
+
+def test_status_shows_what_was_measured_and_leaves_out_what_was_not() -> None:
+    assert "measured" not in status(STATUS)
+    decode = {
+        "decode": {"fixed_s": 0.03, "per_context_s": 0.0, "per_sequence_s": 0.001},
+        "figures": {"decode_step_one_ms": 3.125, "decode_step_full_ms": 158.4, "full_batch": 128},
+    }
+    shard = STATUS["shards"][0]
+    shards = [
+        {**shard, "costs": COSTS},
+        {**shard, "shard": "decode-0", "costs": {**COSTS, "relay": None, **decode}},
+    ]
+    rows = [" ".join(line.split()) for line in status({**STATUS, "shards": shards}).splitlines()]
+    assert "measured L_m prefill tok/s step of 1 of a full batch relay pull" in rows
+    assert "prefill-0 480 1,834 2.1 ms, 3.00 GiB/s" in rows
+    assert "decode-0 3.12 ms 158 ms (128)" in rows
+
+
+def test_status_of_a_gateway_that_tells_no_mode_and_no_costs() -> None:
+    shard = {name: value for name, value in STATUS["shards"][0].items() if name != "costs"}
+    told = {name: value for name, value in STATUS.items() if name != "mode"}
+    assert "prefill-0" in status({**told, "shards": [shard]})
 
 
 def test_status_json_is_what_the_gateway_says_with_its_url() -> None:

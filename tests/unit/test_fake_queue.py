@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.core.shard import ShardState
-from orchestrator.core.ticket import Completion, Outcome, ShardView, Ticket
+from orchestrator.core.ticket import Completion, Outcome, Relayed, ShardView, Ticket
 from orchestrator.errors import Overloaded, Unavailable
 from orchestrator.queues import FakeQueue, RequestQueue
 from tgi_patches.contract import Fingerprint, Limits, Role
@@ -51,6 +51,22 @@ async def test_a_request_holds_its_reservation_until_it_completes_once() -> None
     assert isinstance(queue, FakeQueue)
     assert reserved(queue) == 0
     assert [one.handle for one in queue.completions] == ["a"]
+
+
+async def test_an_imported_record_is_given_back_once_and_the_decode_shard_stays_held() -> None:
+    queue = FakeQueue(PAIR)
+    queue.relayed(Relayed("a"))  # nothing was granted yet
+    await queue.submit(ticket("a"))
+    for _ in range(2):
+        queue.relayed(Relayed("a", first_token_s=1.5))
+        prefill, decode = queue.shards()
+        assert (prefill.outstanding_bytes, prefill.outstanding_records) == (0, 0)
+        assert (decode.reserved_kv_tokens, decode.reserved_slots) == (160, 1)
+    assert queue.imported == [Relayed("a", first_token_s=1.5)]
+    await queue.complete(Completion("a", Outcome.DONE))
+    queue.relayed(Relayed("a"))
+    assert reserved(queue) == 0
+    assert len(queue.imported) == 1
 
 
 async def test_requests_are_served_in_order_as_room_comes_back() -> None:

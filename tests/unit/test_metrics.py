@@ -69,6 +69,26 @@ def test_a_request_that_was_answered_is_counted_under_our_names_and_under_tgis()
     assert samples(metrics)["orchestrator_open_requests{}"] == 7.0
 
 
+def test_what_the_mode_does_to_requests_is_counted_apart() -> None:
+    metrics = of_nobody()
+    told = samples(metrics)
+    assert (told["orchestrator_capped_total{}"], told["orchestrator_shed_total{}"]) == (0.0, 0.0)
+    metrics.capped()
+    metrics.capped()
+    metrics.shed()
+    told = samples(metrics)
+    assert (told["orchestrator_capped_total{}"], told["orchestrator_shed_total{}"]) == (2.0, 1.0)
+    assert (metrics.counters()["capped"], metrics.counters()["shed"]) == ({"": 2.0}, {"": 1.0})
+
+
+def test_whether_redis_answers_is_asked_at_each_scrape() -> None:
+    metrics = of_nobody()
+    assert samples(metrics)["orchestrator_redis_up{}"] == 1.0
+    up = [False, True]
+    metrics.redis_up = lambda: up.pop(0)
+    assert [samples(metrics)["orchestrator_redis_up{}"] for _ in range(2)] == [0.0, 1.0]
+
+
 def test_buckets_are_cumulative_and_their_bounds_inclusive() -> None:
     metrics = of_nobody()
     for total_s in (0.5, 0.5, 0.51, 1000.0):
@@ -139,6 +159,8 @@ def test_grants_records_and_pulls_are_counted_by_what_became_of_them() -> None:
         "kv_pulls": {"ok": 1.0, "timeout": 1.0},
         "kv_pulled_bytes": {"": 4096.0},
         "routing": {"separated,pair": 1.0},
+        "capped": {"": 0.0},
+        "shed": {"": 0.0},
         "key_requests": {},
         "key_tokens": {},
     }

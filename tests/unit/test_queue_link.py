@@ -109,6 +109,21 @@ async def test_a_withdrawal_never_overtakes_what_it_races_with(runner: ScriptRun
     assert taken == names
 
 
+async def test_what_tells_all_that_is_held_is_built_anew_and_never_repeated_behind_later_calls(
+    runner: ScriptRunner, server: Server
+) -> None:
+    """The first connection takes a heartbeat and a ticket, and breaks before it answers."""
+    held = ["first"]
+    server.reply = lambda number, name: (None if name == "ticket" else b"") if number == 0 else b"+ok\r\n"
+    await runner.start()
+    told = asyncio.create_task(runner.tell(lambda: call(f"holds {' '.join(held)}")))
+    await asyncio.sleep(0)  # it is sent
+    held.append("second")
+    ticket = runner.send(call("ticket"))
+    assert (await ticket, await told) == ("ok", "ok")
+    assert server.scripts == [["holds first", "ticket"], ["ticket", "holds first second"]]
+
+
 async def test_every_new_connection_loads_the_scripts_before_it_runs_one(
     runner: ScriptRunner, server: Server
 ) -> None:

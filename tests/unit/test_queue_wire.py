@@ -6,8 +6,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from orchestrator.core.routing import Mode, Refuse
-from orchestrator.core.ticket import Choice, Completion, Grant, Leg, Outcome, ShardView, Ticket
-from orchestrator.queues import wire
+from orchestrator.core.ticket import (
+    Choice,
+    Completion,
+    Grant,
+    Leg,
+    Outcome,
+    Relayed,
+    ShardView,
+    Ticket,
+    relayed,
+)
+from orchestrator.queues import calls, wire
 from orchestrator.queues.scripts import Keys
 from orchestrator.queues.table import Table, conservative, read_mode
 from tgi_patches.contract import Fingerprint, Limits, Role
@@ -52,6 +62,26 @@ def test_facts_survive_the_journey() -> None:
     assert wire.mode(wire.encode(Mode(2, 64))) == Mode(2, 64)
     refusal = wire.Refusal("ab" * 16, Refuse("too_large", "Too | large."))
     assert wire.answer(wire.encode(refusal)) == refusal
+
+
+def test_an_imported_record_survives_the_journey_and_one_of_before_is_still_read() -> None:
+    relayed = Relayed("ab" * 16, first_token_s=1.5, prefill_s=0.25, relay_s=0.125, prompt_tokens=9)
+    assert wire.completion(wire.encode(relayed)) == relayed
+    assert wire.completion(f'{{"handle":"{"ab" * 16}","newer":1}}') == Relayed("ab" * 16, 0.0, 0.0, 0.0, 0)
+    for broken in ('{"first_token_s":1.5}', "{}", "[]"):
+        with pytest.raises(wire.WireError):
+            wire.completion(broken)
+
+
+def test_what_redis_hears_of_an_imported_record_is_what_was_said_and_what_is_held_from_now_on() -> None:
+    said = Relayed(GRANT.handle, first_token_s=1.5, prompt_tokens=9)
+    held = relayed(GRANT)
+    call = calls.relayed(Keys("one"), "g.1", held, said)
+    handle, lease, told = map(str, call.args)
+    assert handle == GRANT.handle
+    assert wire.leased(lease) == held
+    assert lease.startswith(f"160|0|decode-0.{EPOCH}||{{")
+    assert wire.completion(told) == said
 
 
 def test_a_lease_names_what_it_holds_before_the_grant() -> None:
@@ -111,7 +141,22 @@ def test_a_table_books_what_is_reserved_on_the_present_incarnation_only() -> Non
 def test_shards_that_lapsed_are_kept_while_nobody_leads_and_dropped_when_a_leader_removed_them() -> None:
     last = Table.parse(rows("c.1:1", VIEW))
     assert [view.shard for view in Table.parse(rows(""), last).shards] == ["decode-0"]
-    assert Table.parse(rows("c.1:1"), last).shards == ()
+    other = replace(VIEW, shard="decode-1")
+    assert [view.shard for view in Table.parse(rows("c.1:1", other), last).shards] == ["decode-1"]
+
+
+def test_a_new_leader_that_has_published_nothing_yet_takes_no_shard_away() -> None:
+    last = Table.parse(rows("c.1:1", VIEW))
+    assert [(view.shard, view.state) for view in Table.parse(rows("c.2:2"), last).shards] == [
+        ("decode-0", "ready")
+    ]
+
+
+def test_a_shard_that_a_new_leader_has_not_asked_yet_is_kept_and_gets_nothing_new() -> None:
+    last = Table.parse(rows("c.1:1", VIEW))
+    unknown = ["decode-0", "starting", "", ""]
+    (view,) = Table.parse([*rows("c.2:2"), *unknown], last).shards
+    assert (view.shard, view.state, view.kv_tokens) == ("decode-0", "starting", VIEW.kv_tokens)
 
 
 def test_problems_are_told_also_of_shards_that_never_answered() -> None:

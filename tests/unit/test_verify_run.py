@@ -32,6 +32,8 @@ class FakeTgi:
     in_flight: int = 0
     most_in_flight: int = 0
     asked: list[Body] = dataclasses.field(default_factory=list)
+    choices: set[str | None] = dataclasses.field(default_factory=set)
+    """What the requests ask of routing."""
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(self._respond), base_url="http://fake")
@@ -45,6 +47,7 @@ class FakeTgi:
                 return httpx.Response(200, json=self._tokens(body["inputs"]))
             case "/generate":
                 self.asked.append(body)
+                self.choices.add(request.headers.get("x-orchestrator-choice"))
                 answer = self._generated(body)
                 self.lie(answer)
                 return httpx.Response(200, json=answer, headers=self.headers)
@@ -152,6 +155,18 @@ async def test_many_at_once_are_compared_with_the_answers_given_one_by_one() -> 
         verdicts = await all_at_once(asked, 5, sides, lambda verdict: None)
     assert len(verdicts) == 5, "cases repeat until so many requests are in flight"
     assert {verdict.case: verdict.ok for verdict in verdicts} == {"two words": True, "six words": False}
+
+
+async def test_only_the_separated_side_is_asked_to_split_whatever_the_cost_model_says() -> None:
+    separated, reference = FakeTgi(IMPORTED), FakeTgi()
+    async with separated.client() as left, reference.client() as right:
+        sides = Sides(left, right, 1e-4)
+        stop = prepared(raw("first", "Tell me", 20), Prepare.STOP_FIRST)
+        _, asked = await one_by_one((*CASES, stop), sides, lambda verdict: None)
+        assert (separated.choices, reference.choices) == ({"separated"}, {None})
+        separated.choices.clear()
+        await all_at_once(asked, 4, sides, lambda verdict: None)
+    assert separated.choices == {"separated"}
 
 
 async def test_sampled_cases_are_not_asked_at_once() -> None:

@@ -242,11 +242,12 @@ class TransformersModel:
         first_step = row.stop.tokens == 0
         top = _top(logprobs, max(row.request.top_n_tokens, _TOP_EXPORTED if first_step else 0))
         logprob = float(logprobs[picked])
-        if first_step and row.imported is not None and (first := row.imported.first) is not None:
-            picked, logprob, top = first.id, first.logprob, list(first.top)
-        elif first_step and isinstance(row.tag, GetTag) and row.tag.first_token_id is not None:
-            picked = row.tag.first_token_id
-            logprob = float(logprobs[picked])
+        if first_step and isinstance(row.tag, GetTag) and row.tag.first_token_id is not None:
+            if row.imported is not None and (first := row.imported.first) is not None:
+                picked, logprob, top = first.id, first.logprob, list(first.top)
+            else:
+                picked = row.tag.first_token_id
+                logprob = float(logprobs[picked])
         if not row.chooser.advance(picked):
             log.warning("grammar_ended_early", tokens=row.stop.tokens)
         text = row.text.add(picked)

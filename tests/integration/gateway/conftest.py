@@ -18,8 +18,9 @@ import uvicorn
 
 from orchestrator.api.app import GatewaySettings, create_app
 from orchestrator.api.connection import ClientConnection
+from orchestrator.core.routing import Decision
 from orchestrator.core.sse import Event, Parser
-from orchestrator.core.ticket import Completion, Grant, Ticket
+from orchestrator.core.ticket import Completion, Grant, Relayed, SharedRecord, Ticket
 from orchestrator.queues import FakeQueue
 from orchestrator.shards.client import Deadlines, ShardClient
 from orchestrator.shards.fake import FakeShard
@@ -38,6 +39,10 @@ class CountingQueue(FakeQueue):
         self.cancelled: list[str] = []
         self.submitted = asyncio.Event()
         self.words: asyncio.Queue[str] = asyncio.Queue()
+        self.relays = asyncio.Event()
+        """A record was said to be imported."""
+        self.share_of: Grant | None = None
+        """While it is set, each request is to answer from the record of this earlier one."""
 
     async def submit(self, ticket: Ticket) -> Grant:
         self.tickets.append(ticket)
@@ -50,10 +55,24 @@ class CountingQueue(FakeQueue):
             self.words.put_nowait("complete")
         return super().complete(completion)
 
+    def relayed(self, relayed: Relayed) -> None:
+        super().relayed(relayed)
+        self.relays.set()
+
     def cancel(self, handle: str) -> Awaitable[None]:
         self.cancelled.append(handle)
         self.words.put_nowait("cancel")
         return super().cancel(handle)
+
+    def _apply(self, ticket: Ticket, decision: Decision) -> None:
+        if self.share_of is not None and isinstance(decision, Grant):
+            owner = self.share_of.prefill
+            assert owner is not None
+            record = SharedRecord(self.share_of.handle, owner)
+            decision = dataclasses.replace(
+                decision, reason="shared", prefill=None, record_bytes=0, shared=record
+            )
+        super()._apply(ticket, decision)
 
 
 class InLoopServer(uvicorn.Server):

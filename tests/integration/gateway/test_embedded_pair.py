@@ -15,9 +15,10 @@ from orchestrator.api.app import GatewaySettings, create_app
 from orchestrator.core.ticket import ShardView
 from orchestrator.embedded.shard.assemble import assemble
 from orchestrator.embedded.shard.server import create_app as create_shard
-from orchestrator.queues import FakeQueue
 from orchestrator.shards.client import ShardClient
 from tgi_patches.contract import Role, ShardSpec
+
+from .conftest import CountingQueue
 
 PROMPT = "the ship left the harbour before the sun rose and"
 MESSAGES = [{"role": "user", "content": "one two three"}]
@@ -60,7 +61,7 @@ async def view_of(client: ShardClient, url: str) -> ShardView:
 @asynccontextmanager
 async def pair(tiny_model: Path, folder: Path, listening: Any) -> AsyncIterator[Any]:
     """A client of the gateway, and one of the shard that serves alone."""
-    queue, client = FakeQueue(), ShardClient()
+    queue, client = CountingQueue(), ShardClient()
     async with AsyncExitStack() as stack:
         urls = []
         for role in (Role.PREFILL, Role.DECODE, Role.MIXED):

@@ -58,6 +58,8 @@ async def test_a_deposed_leader_can_change_nothing(world: World, until: Until) -
         await old.refuse(ticket, Refuse("too_large", "No."))
     with pytest.raises(Deposed):
         await old.publish([])
+    with pytest.raises(Deposed):
+        await old.retire("d0", 1)
     assert await world.reserved() == {}
     assert await world.redis.scard(world.keys.shards) == 2
     assert await new.commit([Commit(ticket, grant, views)]) == ["granted"]
