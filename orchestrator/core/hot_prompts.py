@@ -140,9 +140,18 @@ class HotPrompts:
 
     # --- records --------------------------------------------------------------------------------
 
+    def may_share(self, ticket: Ticket) -> bool:
+        """Its record may serve others, and others' may serve it."""
+        return (
+            bool(ticket.prompt_hash)
+            and ticket.splittable
+            and ticket.choice is not Choice.MIXED
+            and ticket.prompt_tokens >= self.rules.least_tokens
+        )
+
     def record_for(self, ticket: Ticket, now_s: float) -> SharedRecord | None:
         """Another request's record of this prompt, there or on its way, that this one may read."""
-        if not self._shares(ticket):
+        if not self.may_share(ticket):
             return None
         return self._records.find(ticket, self._clock(now_s))
 
@@ -151,7 +160,7 @@ class HotPrompts:
         if grant.shared is not None:
             self._records.reads(ticket.handle, grant.shared.handle)
         elif grant.prefill is not None:
-            now_s, share = self._clock(now_s), self._shares(ticket)
+            now_s, share = self._clock(now_s), self.may_share(ticket)
             self._records.wrote(ticket, grant, ring_bytes, now_s, share=share)
 
     def failed(self, handle: str) -> None:
@@ -173,14 +182,6 @@ class HotPrompts:
         self._records.lost(shard, epoch)
 
     # --- own ------------------------------------------------------------------------------------
-
-    def _shares(self, ticket: Ticket) -> bool:
-        return (
-            bool(ticket.prompt_hash)
-            and ticket.splittable
-            and ticket.choice is not Choice.MIXED
-            and ticket.prompt_tokens >= self.rules.least_tokens
-        )
 
     def _clock(self, now_s: float) -> float:
         if now_s > self._now_s:

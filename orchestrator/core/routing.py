@@ -255,7 +255,8 @@ def _between(request: _Request, fleet: Fleet, prefill: Room, decode: Room) -> tu
 def _either(request: _Request, fleet: Fleet) -> Grant | Wait:
     """A pair, or one shard where the cost model says that splitting does not pay."""
     pair = _pair(request, fleet)
-    compared = fleet.priced and request.choice is None
+    # What is hot is split, so that there is a record to share.
+    compared = fleet.priced and request.choice is None and request.hint.only is None
     whole = _cheapest_whole(request, fleet) if compared else None
     predictions: dict[str, float] = {}
     if pair is not None and fleet.priced:

@@ -126,11 +126,12 @@ class Scheduler:
         passed_by, ahead_s = 0, 0.0
         for ticket in self._next():
             group = hot.group(ticket)
-            if group in hot.full:
+            if group in hot.full or hot.follows(ticket):
                 continue
             hint = self._hint(ticket, hot, group, ahead_s)
             decision = decide(ticket, fleet, mode=mode, policy=self.policy, hint=hint)
             if isinstance(decision, Wait):
+                hot.waits(ticket)
                 if decision.reason == "hot_full":
                     hot.full.add(group)
                     continue
@@ -218,12 +219,22 @@ class _Hot:
         """Decode shards that ordinary traffic leaves to the hot groups, while it has a choice."""
         self.full: set[int | None] = set()
         """Groups whose decode shards have no room left."""
+        self._waiting: set[str] = set()
+        """Prompts of which one waits: its record will serve those behind it."""
 
     def group(self, ticket: Ticket) -> int | None:
         return None if self._hot is None else self._hot.group_of(ticket, self._now_s)
 
     def shared(self, ticket: Ticket) -> SharedRecord | None:
         return None if self._hot is None else self._hot.record_for(ticket, self._now_s)
+
+    def waits(self, ticket: Ticket) -> None:
+        if self._hot is not None and self._hot.may_share(ticket):
+            self._waiting.add(ticket.prompt_hash)
+
+    def follows(self, ticket: Ticket) -> bool:
+        """An equal prompt goes before it and will leave a record."""
+        return ticket.prompt_hash in self._waiting
 
     def decode_set(self, group: int) -> frozenset[str]:
         assert self._hot is not None, "a group needs hot prompts"

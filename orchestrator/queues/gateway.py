@@ -19,6 +19,7 @@ from orchestrator.core.routing import Mode, Policy, Refuse, decide, first_come
 from orchestrator.core.ticket import Completion, Grant, Outcome, Relayed, ShardView, Ticket
 from orchestrator.errors import OrchestratorError, Unavailable, Unreachable
 from orchestrator.queues import calls, wire
+from orchestrator.queues.answers import Answers
 from orchestrator.queues.calls import Call, Timings
 from orchestrator.queues.keys import Keys
 from orchestrator.queues.link import BATCH, ScriptRunner, unless_cancelled
@@ -31,15 +32,11 @@ from orchestrator.queues.open import (
     queue_full,
     too_late,
 )
-from orchestrator.queues.resp import RespClient
 from orchestrator.queues.table import Table, conservative
 from orchestrator.queues.untold import Untold
 from tgi_patches.contract import checked_part, new_epoch
 
 log = structlog.get_logger()
-
-READ_MOST = 512
-"""Answers per read."""
 
 
 class GatewayQueue:
@@ -60,7 +57,7 @@ class GatewayQueue:
         self._timings = timings or Timings()
         self._keys = Keys(checked_part(deployment, "deployment name"))
         self._runner = ScriptRunner(redis_url, self._keys, self._timings)
-        self._grants = RespClient(redis_url, deadline_s=self._timings.deadline_s)
+        self._answers = Answers(redis_url, self._keys, self.gateway, self._timings)
         self._queue_size = queue_size
         self._policy = policy
         self._now = now
@@ -71,7 +68,6 @@ class GatewayQueue:
         self._wake = asyncio.Event()
         self._timed = False
         """The loop that `_wake` wakes will look by itself when the oldest request has waited too long."""
-        self._read_to = "0-0"
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -129,7 +125,7 @@ class GatewayQueue:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._runner.aclose()
-        await self._grants.aclose()
+        await self._answers.aclose()
 
     async def _run(self) -> None:
         try:
@@ -272,26 +268,16 @@ class GatewayQueue:
 
     async def _read_answers(self) -> None:
         """Grants and refusals, as they come."""
-        block_ms = max(1, calls.ms(self._timings.block_s))
-        wait = ("XREAD", "COUNT", READ_MOST, "BLOCK", block_ms, "STREAMS", self._keys.grants(self.gateway))
         while True:
             unless_cancelled()
             try:
-                found = await self._grants.send(*wait, self._read_to)
+                for answer in await self._answers.read():
+                    self._take(answer)
             except Unreachable as error:
                 self._lose(error)
                 await asyncio.sleep(self._timings.heartbeat_s)
-                continue
-            for _, entries in found or ():
-                for self._read_to, fields in entries:
-                    self._take(wire.body(fields))
 
-    def _take(self, text: str) -> None:
-        try:
-            answer = wire.answer(text)
-        except wire.WireError as error:
-            log.warning("answer_unreadable", error=str(error))
-            return
+    def _take(self, answer: Grant | wire.Refusal) -> None:
         request = self._requests.get(answer.handle)
         if request is None:
             return

@@ -46,7 +46,7 @@ class Delays:
     grant_s: float = 0.0005
     call_s: float = 0.0005
     """A request to a shard, with the way back of its first token."""
-    tick_s: float = 0.05
+    tick_s: float = 0.01
     """How often the conductor looks at what waits when nothing happens."""
 
 

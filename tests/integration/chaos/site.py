@@ -206,8 +206,11 @@ class Site:
         """Again, with nothing in it, at the same address."""
         self.server = await stack.enter_async_context(EmbeddedRedis(self.directory))
 
-    def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self.directory.glob("*-*.log"))
+    def last_words(self) -> str:
+        """The end of every process' log, for a test that fails."""
+        return "\n".join(
+            f"{path.name}: ...{path.read_text()[-1500:]}" for path in sorted(self.directory.glob("*-*.log"))
+        )
 
 
 @asynccontextmanager
@@ -235,9 +238,13 @@ async def site(directory: Path, slots: int = SLOTS) -> AsyncIterator[tuple[Site,
             made.start_conductor()
         for _ in range(2):
             made.start_gateway()
-        for gateway in range(2):
-            await until(lambda gateway=gateway: _serves(made, gateway), "a gateway that serves")
-        yield made, stack
+        try:
+            for gateway in range(2):
+                await until(lambda gateway=gateway: _serves(made, gateway), "a gateway that serves")
+            yield made, stack
+        except BaseException as error:
+            error.add_note(made.last_words())
+            raise
 
 
 async def _serves(made: Site, gateway: int) -> bool:

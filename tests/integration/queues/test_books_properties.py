@@ -179,7 +179,7 @@ class Books(RuleBasedStateMachine):
         shards = [
             self.watched(name, state, self.epochs[name]) for name, state in zip(SHARDS, states, strict=True)
         ]
-        said = self.run_call(calls.publish(self.keys, self.terms[conductor], shards, {}, FOREVER))
+        said = self.run_call(calls.publish(self.keys, self.terms[conductor], shards, {}, {}, FOREVER))
         leads = self.terms[conductor] == self.model.leader
         assert said == ("published" if leads else "fenced")
         if leads:
