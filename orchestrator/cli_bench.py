@@ -107,3 +107,30 @@ def bench_interference(
     bench.bench_interference(
         settings_of(config, {"model.id": model}), long=long, dtype=dtype, out=out, as_json=as_json
     )
+
+
+@bench_app.command("scheduler")
+def bench_scheduler(
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = "int8",
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="queue, conductor, lengths, burst or break-even; may be repeated."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="At most 90 s in place of four minutes.")] = False,
+    million: Annotated[bool, typer.Option("--million", help="Memory over a million tickets.")] = False,
+    costs: Annotated[
+        Path | None, typer.Option(help="Simulate with the cost models that a deployment saved in this file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What scheduling costs a client and the conductor, and what it buys."""
+    from orchestrator.bench.scheduler.run import PARTS, Wanted
+    from orchestrator.commands import bench
+    from orchestrator.commands.common import settings_of
+
+    flags = {"model.id": model, "model.dtype": dtype}
+    pair = {"shards.prefill.count": 1, "shards.decode.count": 1, "shards.mixed.count": 0}
+    wanted = Wanted(tuple(part or PARTS), quick, million, costs)
+    bench.bench_scheduler(settings_of(config, {**flags, **pair}), wanted, as_json=as_json)

@@ -1,6 +1,6 @@
 """The scheduling half of a conductor: tickets in, decisions of the scheduler out, what they led to back in.
 
-    claim -> [ read what is new -> decide -> commit -> read the books ] until deposed
+claim -> [ read what is new -> decide -> commit -> read the books ] until deposed
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -118,6 +118,7 @@ class Dispatch:
             return None
         costs = self._costs.of(plain)
         view = replace(plain, costs=costs)
+        _ = view.facts  # worked out once, for all that are booked from it
         self._views[watched.shard] = watched, costs, view
         return view
 
@@ -140,7 +141,10 @@ class Dispatch:
             scheduler.forget(self.books.gone)
         books, shards = self.books, self.shards()
         decided = list(islice(scheduler.decide(shards, books.mode, time.time()), PASS_MOST))
-        await self._commit([Commit(ticket, one, shards) for ticket, one in decided if isinstance(one, Grant)])
+        views = {view.shard: view for view in shards}
+        await self._commit(
+            [Commit(ticket, one, _named(one, views)) for ticket, one in decided if isinstance(one, Grant)]
+        )
         for ticket, one in decided:
             if not isinstance(one, Grant):
                 await self._queue.refuse(ticket, one)
@@ -176,3 +180,9 @@ class Dispatch:
             self.ended[str(completion.outcome)] += 1
             self._scheduler.ended(completion, now_s)
             self._costs.ended(completion, now_s)
+
+
+def _named(grant: Grant, views: Mapping[str, ShardView]) -> list[ShardView]:
+    """The shards of a grant."""
+    legs = (grant.decode,) if grant.prefill is None else (grant.decode, grant.prefill)
+    return [views[leg.shard] for leg in legs]

@@ -21,7 +21,7 @@ from typing import Any, Self
 PROTOCOL_VERSION = 1
 """Version N reads what N-1 wrote and refuses anything else."""
 
-OVERLAY_VERSION = "3"
+OVERLAY_VERSION = "4"
 """Changes when the bytes or the meaning of a KV record change; part of every fingerprint."""
 
 SPEC_VARIABLE = "ORCHESTRATOR_SHARD_SPEC"
@@ -117,13 +117,16 @@ def checked_part(value: str, what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PutTag:
-    """Ask a shard to export the prompt's KV under `handle`.  `[adapter]|kv1:put:<handle>`"""
+    """Ask a shard to export the prompt's KV under `handle`.  `[adapter]|kv1:put:<handle>`, or `pin`"""
 
     handle: str
     adapter: str = ""
+    pinned: bool = False
+    """Keep it for its time to live whatever comes later; only for a shard whose status has `pinned_bytes`."""
 
     def __str__(self) -> str:
-        return f"{self.adapter}{TAG_MARK}{PROTOCOL_VERSION}:put:{self.handle}"
+        verb = "pin" if self.pinned else "put"
+        return f"{self.adapter}{TAG_MARK}{PROTOCOL_VERSION}:{verb}:{self.handle}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class GetTag:
     shard: str
     epoch: int
     first_token_id: int | None = None
+    """With which the answer has begun; None: the shard samples it, also where it finds the record."""
     adapter: str = ""
 
     def __str__(self) -> str:
@@ -160,8 +164,8 @@ def parse_tag(value: str | None) -> Tag | None:
         raise ContractError("The KV handle in the adapter name has no protocol version.")
     check_protocol(int(version))
     match rest.split(":"):
-        case ["put", handle]:
-            return PutTag(checked_handle(handle), adapter)
+        case ["put" | "pin" as verb, handle]:
+            return PutTag(checked_handle(handle), adapter, pinned=verb == "pin")
         case ["get", source, handle, first]:
             shard, _, epoch = source.rpartition(".")
             if not epoch.isdecimal() or not (first == "-" or first.isdecimal()):
@@ -323,6 +327,8 @@ class ShardSpec(Message):
     """`host:port` at which records are offered to other hosts (port 0: any); empty: nowhere."""
     pulled_bytes: int = 0
     """Ring of this shard's copies of records from other hosts, all ranks together; 0: it pulls nothing."""
+    pinned_bytes: int = 0
+    """Beside the ring, all ranks together: for pinned records; 0: none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "role", Role(self.role))
@@ -380,7 +386,7 @@ class StatusReply(Message):
     waiting: int = 0
     kv_tokens_used: int = 0
     exports: Mapping[str, int] = field(default_factory=dict)
-    """Count by result: `ok`, `kept` (of a long answer, for itself), or a MissReason."""
+    """Count by result: `ok`, `pinned`, `kept` (of a long answer, for itself), or a MissReason."""
     imports: Mapping[str, int] = field(default_factory=dict)
     """Count by result: `hit`, `resumed` (a long answer), or a MissReason."""
     hooked: bool = True
@@ -401,6 +407,8 @@ class StatusReply(Message):
     """Prompt tokens of get legs whose KV came from records."""
     recomputed_tokens: int = 0
     """Prompt tokens of get legs that this shard computed: misses, and what a record did not hold."""
+    pinned_bytes: int = 0
+    """Room for pinned records; 0 also for a shard that does not know the `pin` tag."""
 
     def __post_init__(self) -> None:
         check_protocol(self.protocol)

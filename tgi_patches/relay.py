@@ -9,17 +9,22 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tgi_patches.bridge import Bridge, FirstToken, Planes, Record, Reservation
 from tgi_patches.contract import BridgeMiss, GetTag, MissReason, PutTag
 from tgi_patches.heads import Share, shares
 from tgi_patches.kv import Inbox
 
+T = TypeVar("T")
 Reserve = Callable[[Sequence[int]], Reservation]
 """From the bytes of every plane to a place for them; may raise BridgeMiss."""
 Done = Callable[[BridgeMiss | None], None]
 """Told once, when a record is published or will not be."""
+
+
+_UNPINNED = frozenset({MissReason.PINNED_FULL, MissReason.LAYOUT, MissReason.UNSUPPORTED})
+"""Why a record cannot be pinned that the ring may still take."""
 
 
 class Warn(Protocol):
@@ -37,7 +42,7 @@ class Imported:
     cached_tokens: int
     """Leading tokens of the prompt that need no forward."""
     first: FirstToken | None = None
-    """With which the answer begins; None for the continuation of a long answer."""
+    """The record's; None for the continuation of a long answer."""
 
     def repair(self) -> None:
         """After the one-token forward, see Inbox.repair."""
@@ -109,19 +114,18 @@ class Relay:
         self._distrusted = why
 
     def put(self, tag: PutTag, token_ids: Sequence[int], outgoing: Callable[[], Outgoing]) -> None:
-        """Publish the KV of the whole prompt and its first token."""
+        """Publish the KV of the whole prompt and its first token: counted as `ok`, or `pinned`."""
         try:
             self._check_trusted()
-            record = outgoing()
-            content = content_ids(token_ids, tag.adapter)
-            self._bridge.export(tag.handle, content, record.first, record.ended, record.planes)
+            out = outgoing()
+            what = (tag.handle, content_ids(token_ids, tag.adapter), out.first, out.ended, out.planes)
+            _, result = self._placed(tag, lambda pinned: self._bridge.export(*what, pinned=pinned))
         except BridgeMiss as miss:
             self.not_put(tag, miss.reason, str(miss))
         except Exception as error:  # noqa: BLE001 - the shard must answer whatever the bridge does
             self.not_put(tag, MissReason.ERROR, repr(error))
         else:
-            self.exports["ok"] += 1
-            self._published(tag.handle)
+            self._put(tag, result)
 
     def put_later(
         self,
@@ -135,12 +139,13 @@ class Relay:
         `first`: the first token, and whether the request is complete with it.
         """
 
+        result = "ok"
+
         def done(miss: BridgeMiss | None) -> None:
             if miss is not None:
                 self.not_put(tag, miss.reason, str(miss))
-                return
-            self.exports["ok"] += 1
-            self._published(tag.handle)
+            else:
+                self._put(tag, result)
 
         try:
             self._check_trusted()
@@ -148,7 +153,12 @@ class Relay:
             token, ended = first()
 
             def reserve(plane_bytes: Sequence[int]) -> Reservation:
-                return self._bridge.reserve(tag.handle, content, token, ended, plane_bytes, checked=False)
+                nonlocal result
+                what = (tag.handle, content, token, ended, plane_bytes)
+                reserved, result = self._placed(
+                    tag, lambda pinned: self._bridge.reserve(*what, checked=False, pinned=pinned)
+                )
+                return reserved
 
             start(reserve, done)
         except BridgeMiss as miss:
@@ -160,6 +170,22 @@ class Relay:
         """Count an export that did not happen and tell whoever waits for it."""
         self._count_export(tag.handle, reason, detail)
         self._failed(tag.handle, reason)
+
+    def _placed(self, tag: PutTag, place: Callable[[bool], T]) -> tuple[T, str]:
+        """`place(pinned)` as the tag asks, or in the ring where it cannot be pinned; what to count it as."""
+        if tag.pinned:
+            try:
+                return place(True), "pinned"
+            except BridgeMiss as miss:
+                if miss.reason not in _UNPINNED:
+                    raise
+                self._warn("kv_not_pinned", handle=tag.handle, reason=str(miss.reason), detail=str(miss))
+        return place(False), "ok"
+
+    def _put(self, tag: PutTag, result: str) -> None:
+        """Count a record that was published and tell whoever waits for it."""
+        self.exports[result] += 1
+        self._published(tag.handle)
 
     def _check_trusted(self) -> None:
         if self._distrusted:

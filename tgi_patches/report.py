@@ -41,6 +41,7 @@ class Report(Message):
     """KV bytes of one token, all layers, this rank's heads."""
     ring_bytes: int = 0
     record_limit_bytes: int = 0
+    pinned_bytes: int = 0
     exports: Mapping[str, int] = field(default_factory=dict)
     """As StatusReply's; so are the next three."""
     imports: Mapping[str, int] = field(default_factory=dict)

@@ -109,7 +109,7 @@ def _first_token(client: httpx.Client, body: dict[str, Any]) -> tuple[float, dic
     start = time.perf_counter()
     first = 0.0
     timing: dict[str, float] = {}
-    headers = {"x-orchestrator-debug": "1"}
+    headers = {"x-orchestrator-debug": "1", "x-orchestrator-choice": "separated"}
     with client.stream("POST", "/generate_stream", json=body, headers=headers) as response:
         response.raise_for_status()
         for line in response.iter_lines():

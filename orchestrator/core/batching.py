@@ -142,6 +142,8 @@ class Windows:
         self._limits: dict[str, tuple[PrefillCost | None, Limit]] = {}
         self._now_s = 0.0
         self._waiting_tokens = 0.0
+        self.ajar: set[str] = set()
+        """Shards that may take a prompt in this pass."""
 
     def begin(self, prefills: Sequence[Room], waiting_tokens: int, now_s: float) -> None:
         """A pass on these shards: forget what is gone, and tell each room how long it is busy.
@@ -167,6 +169,7 @@ class Windows:
             if cost is not None:
                 room.queue_s = window.left_s(cost, now_s)
                 room.ranked()
+        self.ajar = {shard for shard in self._windows if self._left_s(shard) <= AHEAD_S}
 
     def opens_s(self) -> float | None:
         """When the next group may be let through somewhere, by what is predicted; None where nothing is."""
@@ -178,9 +181,8 @@ class Windows:
         window = self._windows.get(room.view.shard)
         if window is None:
             return True
-        left_s = window.running_s(room.costs.prefill, self._now_s)
         limit = self._limits[room.view.shard][1]
-        return window.takes(tokens, limit.tokens(self._waiting_tokens), left_s)
+        return window.takes(tokens, limit.tokens(self._waiting_tokens), self._left_s(room.view.shard))
 
     def let_through(self, handle: str, shard: str, tokens: int) -> None:
         """A grant of this pass."""
@@ -188,6 +190,11 @@ class Windows:
         if window is not None:
             window.let_through(handle, tokens, self._now_s)
             self._where[handle] = shard
+            if self._left_s(shard) > AHEAD_S:
+                self.ajar.discard(shard)
+
+    def _left_s(self, shard: str) -> float:
+        return self._windows[shard].running_s(self._limits[shard][0], self._now_s)
 
     def done(self, handle: str, now_s: float) -> None:
         """Its record is imported, or the request is over."""

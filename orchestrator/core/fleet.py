@@ -6,7 +6,8 @@ room is counted twice.  A rank is a tuple that is smallest for the shard to take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from orchestrator.core.cost import Costs
 from orchestrator.core.link import link
 from orchestrator.core.shard import ShardState
-from orchestrator.core.ticket import Grant, Leg, ShardView
+from orchestrator.core.ticket import Facts, Grant, Leg, ShardView
 from tgi_patches.contract import Fingerprint, Role
 from tgi_patches.heads import held
 
@@ -154,7 +155,13 @@ class Fleet:
         self.by_role: Mapping[Role, list[Room]] = {
             role: [room for room in self.ready if room.view.role is role] for role in Role
         }
+        self.decodes = self.by_role[Role.DECODE]
+        self.ways.begin([room.view for room in self.decodes])
         self.most_kv_tokens = max((view.kv_tokens for view in self.views), default=0)
+
+    def paths(self, prefill: Room) -> Paths:
+        """The ways of its records to `decodes`."""
+        return self.ways.of(prefill.view, self.decodes)
 
     def room(self, leg: Leg) -> Room | None:
         """Of the incarnation that a leg names; None where it is not ready, or gone."""
@@ -190,38 +197,38 @@ Way = tuple[int, str]
 OPEN = -1
 
 
-_Facts = tuple[Fingerprint, bool, str, str, str, int, bool]
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The ways from one prefill shard to every decode shard, in their order."""
 
-
-def _facts(view: ShardView) -> _Facts:
-    """All that a way depends on."""
-    return (
-        view.fingerprint,
-        view.hooked,
-        view.url,
-        view.arena_id,
-        view.pull_host,
-        view.pull_port,
-        view.pulls,
-    )
+    ways: tuple[Way, ...]
+    all_in_place: bool
+    """Every decode shard reads its records where they are."""
 
 
 class Ways:
-    """How records get from one shard to another, remembered as long as both stay what they are."""
+    """How records get from one shard to another, remembered as long as all of them stay what they are."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str], tuple[_Facts, _Facts, Way]] = {}
+        self._decodes: tuple[Facts, ...] = ()
+        self._known: dict[str, tuple[Facts, tuple[Facts, ...], Paths]] = {}
 
-    def between(self, prefill: ShardView, decode: ShardView) -> Way:
-        """The way from `prefill` to `decode`."""
-        pair = (prefill.shard, decode.shard)
-        mine, theirs = _facts(prefill), _facts(decode)
-        known = self._known.get(pair)
-        if known is not None and known[0] == mine and known[1] == theirs:
+    def begin(self, decodes: Sequence[ShardView]) -> None:
+        """These are the decode shards of the pass."""
+        facts = tuple(view.facts for view in decodes)
+        if facts != self._decodes:
+            self._decodes = facts
+
+    def of(self, prefill: ShardView, decodes: Sequence[Room]) -> Paths:
+        """From `prefill` to each of `decodes`, those that the pass has begun with."""
+        facts = prefill.facts
+        known = self._known.get(prefill.shard)
+        if known is not None and known[1] is self._decodes and (known[0] is facts or known[0] == facts):
             return known[2]
-        way = _way(prefill, decode)
-        self._known[pair] = mine, theirs, way
-        return way
+        ways = tuple(_way(prefill, room.view) for room in decodes)
+        paths = Paths(ways, all(way == (OPEN, "") for way in ways))
+        self._known[prefill.shard] = facts, self._decodes, paths
+        return paths
 
 
 def _way(prefill: ShardView, decode: ShardView) -> Way:

@@ -155,6 +155,12 @@ class HotPrompts:
             return None
         return self._records.find(ticket, self._clock(now_s))
 
+    def pins(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether a prefill of this ticket should leave a pinned record: of a hot group, for as long as none is."""
+        if not self.may_share(ticket) or self.group_of(ticket, now_s) is None:
+            return False
+        return not self._records.pinned(ticket, self._clock(now_s))
+
     def began(self, ticket: Ticket, grant: Grant, ring_bytes: int, now_s: float) -> None:
         """A ticket was granted: what it writes to a ring of so many bytes, or whose record it reads."""
         if grant.shared is not None:

@@ -58,9 +58,9 @@ def client_tag(dialect: Dialect, raw: Json) -> str | None:
     return name if carries_tag(name) else None
 
 
-def put_tag(dialect: Dialect, raw: Json, handle: str) -> PutTag:
-    """The put leg's tag: export under `handle`."""
-    return PutTag(handle, adapter(dialect, raw))
+def put_tag(dialect: Dialect, raw: Json, handle: str, *, pinned: bool = False) -> PutTag:
+    """The put leg's tag: export under `handle`, `pinned` only to a shard that has room for such records."""
+    return PutTag(handle, adapter(dialect, raw), pinned)
 
 
 def put_body(dialect: Dialect, raw: Json, tag: PutTag, seed: int | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.core.fleet import BY_RANK, OPEN, Capacity, Fleet, Room, capacity
+from orchestrator.core.fleet import BY_RANK, OPEN, Capacity, Fleet, Room, Way, capacity
 from orchestrator.core.predict import Prediction, cheaper, mixed_s, separated_s
 from orchestrator.core.ticket import EMBEDDED, Choice, Grant, Leg, ShardView, SharedRecord, Ticket
 from tgi_patches.contract import Role
@@ -90,6 +90,8 @@ class Hint:
 
     gate: Callable[[Room, int], bool] = always_open
     """May a prompt of so many tokens be let through to this prefill shard now?"""
+    ajar: Collection[str] | None = None
+    """Prefill shards whose gate may be open; None for all."""
     shared: SharedRecord | None = None
     """A record of the same prompt."""
     only: Collection[str] | None = None
@@ -232,17 +234,16 @@ def _obstacle(request: _Request, fleet: Fleet) -> str:
         return "no_prefill_shard"
     furthest = (-1, "")
     for prefill in prefills:
-        for decode in decodes:
-            met = _between(request, fleet, prefill, decode)
+        for decode, way in zip(decodes, fleet.paths(prefill).ways, strict=True):
+            met = _between(request, way, prefill, decode)
             if met[0] == OPEN:
                 return ""
             furthest = max(furthest, met, key=lambda each: each[0])
     return furthest[1]
 
 
-def _between(request: _Request, fleet: Fleet, prefill: Room, decode: Room) -> tuple[int, str]:
+def _between(request: _Request, way: Way, prefill: Room, decode: Room) -> Way:
     """The way between two shards, or what keeps them from serving the request when idle."""
-    way = fleet.ways.between(prefill.view, decode.view)
     if way[0] != OPEN:
         return way
     if not prefill.fits(request.record_bytes(prefill)):
@@ -299,28 +300,30 @@ def _pair(request: _Request, fleet: Fleet) -> _Pair | None:
 
     Shards that take the prompt now go before those whose window is closed.
     """
-    closed: _Pair | None = None
-    gate, tokens = request.hint.gate, request.ticket.prompt_tokens
-    for prefill in _by_turn(request, fleet.by_role[Role.PREFILL]):
-        if closed is not None and not gate(prefill, tokens):
-            continue
-        record_bytes = request.record_bytes(prefill)
-        if not (prefill.exports(record_bytes) and prefill.fits(record_bytes)):
-            continue
-        decode = _decode_for(request, fleet, prefill)
-        if decode is None:
-            continue
-        pair = _Pair(prefill, *decode, now=gate(prefill, tokens))
-        if pair.now:
+    prefills = fleet.by_role[Role.PREFILL]
+    ajar, gate, tokens = request.hint.ajar, request.hint.gate, request.ticket.prompt_tokens
+    taking = prefills if ajar is None else [room for room in prefills if room.view.shard in ajar]
+    for prefill in _by_turn(request, taking):
+        if gate(prefill, tokens) and (pair := _with_decode(request, fleet, prefill, now=True)) is not None:
             return pair
-        closed = pair
-    return closed
+    for prefill in sorted(prefills, key=BY_RANK):
+        if (pair := _with_decode(request, fleet, prefill, now=False)) is not None:
+            return pair
+    return None
+
+
+def _with_decode(request: _Request, fleet: Fleet, prefill: Room, *, now: bool) -> _Pair | None:
+    record_bytes = request.record_bytes(prefill)
+    if not (prefill.exports(record_bytes) and prefill.fits(record_bytes)):
+        return None
+    decode = _decode_for(request, fleet, prefill)
+    return None if decode is None else _Pair(prefill, *decode, now=now)
 
 
 def _by_turn(request: _Request, prefills: Sequence[Room]) -> Iterator[Room]:
     """By rank; the holder of the prompt's beginning first, unless it has much more to do than the others."""
-    if len(prefills) == 1:
-        yield prefills[0]
+    if len(prefills) < 2:
+        yield from prefills
         return
     first = min(prefills, key=BY_RANK)
     holder = request.hint.holder
@@ -329,7 +332,7 @@ def _by_turn(request: _Request, prefills: Sequence[Room]) -> Iterator[Room]:
         if own is not None and _bounded(own, prefills):
             yield own
     yield first
-    yield from sorted(prefills, key=BY_RANK)
+    yield from sorted(prefills, key=BY_RANK)[1:]
 
 
 LOAD_BOUND = 1.25
@@ -345,15 +348,17 @@ def _decode_for(request: _Request, fleet: Fleet, prefill: Room) -> tuple[Room, s
 
     Arenas that both map go first, unless the shard there is slower by more than the pull takes.
     """
+    paths = fleet.paths(prefill)
+    only, avoid = request.hint.only, request.hint.avoid
+    if paths.all_in_place and only is None and not avoid:
+        first = min(fleet.decodes, key=BY_RANK)
+        if first.takes(request.kv_tokens(first)):
+            return first, ""
     best: tuple[tuple[bool, float, bool, int, int], Room, str] | None = None
-    only, avoid, bytes_ = request.hint.only, request.hint.avoid, request.record_bytes(prefill)
-    for room in fleet.by_role[Role.DECODE]:
+    bytes_ = request.record_bytes(prefill)
+    for room, (far, pull) in zip(fleet.decodes, paths.ways, strict=True):
         name = room.view.shard
-        kv_tokens = request.kv_tokens(room)
-        if not room.takes(kv_tokens) or (only is not None and name not in only):
-            continue
-        far, pull = fleet.ways.between(prefill.view, room.view)
-        if far != OPEN:
+        if far != OPEN or (only is not None and name not in only) or not room.takes(request.kv_tokens(room)):
             continue
         load, legs, order = room.rank
         if pull and room.costs.pull is not None:
@@ -401,10 +406,10 @@ def _shared(request: _Request, fleet: Fleet) -> Grant | None:
     only = request.hint.only
     found = [
         room
-        for room in fleet.by_role[Role.DECODE]
-        if (only is None or room.view.shard in only)
+        for room, way in zip(fleet.decodes, fleet.paths(owner).ways, strict=True)
+        if way == (OPEN, "")
+        and (only is None or room.view.shard in only)
         and room.takes(request.kv_tokens(room))
-        and fleet.ways.between(owner.view, room.view) == (OPEN, "")
     ]
     if not found:
         return None

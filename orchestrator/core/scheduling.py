@@ -23,6 +23,8 @@ PATIENCE = 14.0
 """Prompts of a whole group's length stand behind shorter ones that come within so many of its prefills."""
 SCAN = 64
 """Tickets behind a closed window that are looked at in one pass for one that fits an open one."""
+SCAN_SHUT = 8
+"""The same while no window is open, for tickets that one shard would serve sooner."""
 PREFIXES_MOST = 4096
 PASSED_BY = frozenset({"prefill_window", "prefill_full", "hot_full"})
 """Reasons to wait that do not stop others: what waits for a window has the first claim on the next one."""
@@ -138,7 +140,8 @@ class Scheduler:
                 passed_by += 1
                 if self._prefill is not None and prefills:
                     ahead_s += self._prefill.alone_s(ticket.prompt_tokens) / len(prefills)
-                if decision.reason not in PASSED_BY or passed_by >= SCAN:
+                most = SCAN if self._windows.ajar else SCAN_SHUT
+                if decision.reason not in PASSED_BY or passed_by >= most:
                     return
                 continue
             if isinstance(decision, Grant):
@@ -173,6 +176,7 @@ class Scheduler:
         return Hint(
             ahead_s=ahead_s,
             gate=self._windows.gate,
+            ajar=self._windows.ajar if self.tuning.windows else None,
             shared=hot.shared(ticket),
             only=None if group is None else hot.decode_set(group),
             avoid=hot.avoid if group is None else (),

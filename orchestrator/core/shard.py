@@ -100,6 +100,7 @@ class Watched:
             pull_host=self.pull_host or status.pull_host,
             pull_port=status.pull_port,
             pulls=status.pulls,
+            pinned_bytes=status.pinned_bytes,
         )
 
 

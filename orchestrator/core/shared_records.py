@@ -1,7 +1,8 @@
 """Which KV records other requests with the same prompt can be answered from.
 
-A record is there until so much has been granted on its ring after it that it could be overwritten, until
-its time is over, or until somebody did not find it.  Before it is published it is as good as its owner.
+A record is there until so much has been granted on its ring after it that it could be overwritten (a pinned
+one cannot), until its time is over, or until somebody did not find it.  Before it is published it is as good
+as its owner.
 """
 
 from __future__ import annotations
@@ -36,14 +37,12 @@ class _Record:
     """Beyond so many written on the ring it may be overwritten."""
     most_records: int
     expires_s: float
+    pinned: bool = False
 
     def there(self, now_s: float) -> bool:
         ring = self.ring
-        return (
-            now_s < self.expires_s
-            and ring.written_bytes <= self.most_bytes
-            and ring.written <= self.most_records
-        )
+        kept = ring.written_bytes <= self.most_bytes and ring.written <= self.most_records
+        return now_s < self.expires_s and (self.pinned or kept)
 
 
 class SharedRecords:
@@ -69,7 +68,7 @@ class SharedRecords:
 
     def find(self, ticket: Ticket, now_s: float) -> SharedRecord | None:
         """The record of an equal prompt, published or on its way; None for the owner itself."""
-        record = self._records.get((ticket.model, ticket.prompt_hash)) if self._records else None
+        record = self._records.get(_prompt(ticket)) if self._records else None
         if record is None or record.shared.handle == ticket.handle:
             return None
         if not record.there(now_s):
@@ -77,11 +76,15 @@ class SharedRecords:
             return None
         return record.shared
 
+    def pinned(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether another request's record of an equal prompt is there and pinned."""
+        return self.find(ticket, now_s) is not None and self._records[_prompt(ticket)].pinned
+
     def wrote(self, ticket: Ticket, grant: Grant, ring_bytes: int, now_s: float, *, share: bool) -> None:
         """A grant with a prefill: its record goes to that ring, and may be shared."""
         owner = grant.prefill
         assert owner is not None, "a record needs a prefill"
-        prompt = (ticket.model, ticket.prompt_hash)
+        prompt = _prompt(ticket)
         self.forget(ticket.handle)  # decided again, perhaps elsewhere
         if share and prompt in self._records:
             self.forget(self._records[prompt].shared.handle)
@@ -95,7 +98,7 @@ class SharedRecords:
             shared = SharedRecord(ticket.handle, owner, ticket.greedy)
             expires_s = now_s + self._ttl_s
             most_records = ring.written + self._ring_records
-            self._add(_Record(prompt, shared, ring, most_bytes, most_records, expires_s))
+            self._add(_Record(prompt, shared, ring, most_bytes, most_records, expires_s, grant.pinned))
             self._drop_old(now_s)
 
     def reads(self, handle: str, owner: str) -> None:
@@ -165,3 +168,7 @@ class SharedRecords:
             if now_s < oldest.expires_s and len(self._records) <= self._most:
                 return
             self.forget(oldest.shared.handle)
+
+
+def _prompt(ticket: Ticket) -> Prompt:
+    return ticket.model, ticket.prompt_hash

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 from orchestrator.core.cost import Costs
 from tgi_patches.contract import Fingerprint, Limits, Role
@@ -56,6 +57,9 @@ class Ticket:
     """The client's own wish, where it has one."""
 
 
+Facts = tuple[Fingerprint, bool, str, str, str, int, bool]
+
+
 @dataclass(frozen=True)  # no slots: `booked` copies the dictionary
 class ShardView:
     """What a policy knows of one shard: a snapshot, reservations included."""
@@ -94,6 +98,8 @@ class ShardView:
     """It can fetch records from other hosts."""
     costs: Costs | None = None
     """What its phases take, as far as that was measured."""
+    pinned_bytes: int = 0
+    """Room for records that later ones do not overwrite; 0: it pins none."""
 
     def booked(
         self, *, kv_tokens: int = 0, slots: int = 0, record_bytes: int = 0, records: int = 0
@@ -107,6 +113,19 @@ class ShardView:
         known["outstanding_bytes"] += record_bytes
         known["outstanding_records"] += records
         return view
+
+    @cached_property
+    def facts(self) -> Facts:
+        """All that a way for records to or from it depends on; kept by `booked`."""
+        return (
+            self.fingerprint,
+            self.hooked,
+            self.url,
+            self.arena_id,
+            self.pull_host,
+            self.pull_port,
+            self.pulls,
+        )
 
     @property
     def engine(self) -> str:
@@ -163,6 +182,8 @@ class Grant:
     """Set where `decode` answers from the record of an earlier request: there is no prefill then."""
     predicted: dict[str, float] = field(default_factory=dict)
     """Seconds until the last token by choice, as far as the cost model knows: why this one was chosen."""
+    pinned: bool = False
+    """`prefill` is to keep the record for its time to live, whatever comes after it on its ring."""
 
 
 @dataclass(slots=True)  # never changed; not frozen, which costs each request three times as much

@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.config import Loaded
 from orchestrator.core.kv_bytes import ModelShape, bytes_per_token, ring_bytes, shape_of
+from orchestrator.deployment.policy import hot_prompts_on
 from orchestrator.embedded.weights import ResolvedModel
 from orchestrator.errors import ConfigError
 from orchestrator.settings import RoleSection, Settings
@@ -17,6 +18,9 @@ from tgi_patches.contract import Role, ShardSpec
 
 DECODE_PREFILL_TOKENS = 1024
 """A decode shard's prefill budget: an imported prompt costs one token, a miss is cut in chunks."""
+
+PINNED_SHARE = 8
+"""A pinned region has this part of its ring's size: few records are read so often."""
 
 MIN_TOTAL_TOKENS = 2
 _ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
@@ -37,8 +41,8 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """Of all rings together, those with copies from other hosts included."""
-        return sum(spec.arena_bytes + spec.pulled_bytes for spec in self.specs)
+        """Of all rings and pinned regions together, those with copies from other hosts included."""
+        return sum(spec.arena_bytes + spec.pinned_bytes + spec.pulled_bytes for spec in self.specs)
 
     @property
     def launched(self) -> tuple[ShardSpec, ...]:
@@ -143,7 +147,14 @@ class _Frame:
             tensor_parallel=getattr(settings.shards, role.value).tp,
             pull_listen=arena.pull_listen if exports else "",
             pulled_bytes=(arena.pulled_bytes or self.ring_bytes) if pulls else 0,
+            pinned_bytes=self._pinned_bytes(alone=alone) if exports else 0,
         )
+
+    def _pinned_bytes(self, *, alone: bool) -> int:
+        """Of a shard that exports; `alone`: how many decode shards there are elsewhere is not known."""
+        if not (hot_prompts_on(self.settings) or (alone and self.settings.routing.hot_prompts == "auto")):
+            return 0
+        return self.settings.arena.pinned_bytes or self.ring_bytes // PINNED_SHARE
 
 
 def _frame(loaded: Loaded, model: ResolvedModel, config: Mapping[str, Any], dtype: str) -> _Frame:
@@ -189,7 +200,8 @@ def check_room(needed_bytes: int, free_bytes: int, directory: Path) -> None:
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"The KV arenas need {_mib(needed_bytes)} MiB and {directory} has {_mib(free_bytes)} MiB free: "
-            "lower limits.max_input_tokens or arena.bytes, or name another tmpfs in arena.dir."
+            "lower limits.max_input_tokens, arena.bytes or arena.pinned_bytes, "
+            "or name another tmpfs in arena.dir."
         )
 
 

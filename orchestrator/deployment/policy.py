@@ -6,6 +6,15 @@ from orchestrator.core.routing import Policy
 from orchestrator.core.ticket import Choice
 from orchestrator.settings import Settings
 
+HOT_FROM_DECODE_SHARDS = 2
+"""With one decode shard there is nothing to keep a burst apart from, and little that sharing saves."""
+
+
+def hot_prompts_on(settings: Settings) -> bool:
+    """Whether prompts may become hot and share prefills."""
+    wanted, decodes = settings.routing.hot_prompts, settings.shards.decode.shards
+    return wanted == "on" or (wanted == "auto" and decodes >= HOT_FROM_DECODE_SHARDS)
+
 
 def policy_of(settings: Settings) -> Policy:
     """What a request is served by, and the objectives."""

@@ -39,6 +39,8 @@ def encode(fact: Any) -> str:
 
 def body(fields: Sequence[str]) -> str:
     """The JSON of a stream entry, given as Redis' flat field, value list; empty where there is none."""
+    if len(fields) == 2 and fields[0] == BODY:
+        return fields[1]
     return next((value for name, value in zip(fields[::2], fields[1::2], strict=False) if name == BODY), "")
 
 

@@ -74,7 +74,7 @@ class Reservation(Protocol):
 
     @property
     def valid(self) -> bool:
-        """False once the ring has gone past it: write nothing more."""
+        """False once the ring has gone past it, or it was closed: write nothing more."""
 
     def publish(self, checksums: Sequence[int] = ()) -> Record:
         """The bytes are complete; `checksums` as Record's, and none where it was reserved unchecked.
@@ -104,7 +104,7 @@ class Bridge(Protocol):
 
     @property
     def pinned_free_bytes(self) -> int:
-        """Bytes of the pinned region that no record holds; perhaps in several pieces."""
+        """Bytes of the pinned region that no record holds, expired ones included; perhaps in several pieces."""
 
     def export(
         self,
@@ -118,8 +118,8 @@ class Bridge(Protocol):
     ) -> Record:
         """Copy all planes into the own ring and publish; a handle exported twice: the later counts.
 
-        A `pinned` record stays until `release`, a later export of its handle or a new epoch: the
-        ring does not overwrite it and it does not expire.
+        A `pinned` record stays for its time to live, unless `release`, a later export of its handle or
+        a new epoch ends it before: the ring does not overwrite it.
 
         Raises BridgeMiss: LAYOUT (over the limit, or planes of unequal token counts), UNSUPPORTED
         (no ring, no pinned region), PINNED_FULL (no room: nothing has changed, export it unpinned).
@@ -135,10 +135,12 @@ class Bridge(Protocol):
         *,
         ranks: int | None = None,
         checked: bool = True,
+        pinned: bool = False,
     ) -> Reservation:
         """Room in the own ring for planes of these sizes; several may be open at a time.
 
         `ranks` is Record.ranks where it is not this shard's own; `checked`, whether checksums will come.
+        A `pinned` one has a place that nobody takes: it has to be published or abandoned.
         Raises BridgeMiss as `export` does.
         """
 

@@ -40,7 +40,7 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
-    """A Reservation in the own ring."""
+    """A Reservation in the own arena."""
 
     reserved: Reserved
     handle: str
@@ -153,12 +153,20 @@ class ArenaBridge:
         *,
         ranks: int | None = None,
         checked: bool = True,
+        pinned: bool = False,
     ) -> Reservation:
         """See Bridge.reserve."""
         if self._writer is None:
             raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
         reserved = self._writer.reserve(
-            key_of(handle), token_ids, first, ended, plane_bytes, ranks=ranks or self._ranks, checked=checked
+            key_of(handle),
+            token_ids,
+            first,
+            ended,
+            plane_bytes,
+            ranks=ranks or self._ranks,
+            checked=checked,
+            pinned=pinned,
         )
         return _Reservation(reserved, handle, self._shard, self._rank)
 

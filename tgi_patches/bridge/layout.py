@@ -166,7 +166,6 @@ class Entry:
     place: Place
     published_ns: int
     ttl_ns: int
-    """Of no account for a pinned record."""
     description_checksum: int
     body: Body
     first: FirstToken

@@ -15,6 +15,7 @@ from tgi_patches.bridge.layout import (
     INDEX_SLOTS,
     PAGE_BYTES,
     RECORD_SHARE,
+    Body,
     Described,
     check_fits,
     key_of,
@@ -67,7 +68,8 @@ class _Reserved:
 
     @property
     def valid(self) -> bool:
-        return self.open and self.arena.open and self.arena.tail <= self.place.position
+        in_place = self.place.pinned or self.arena.tail <= self.place.position
+        return self.open and self.arena.open and in_place
 
     def publish(self, checksums: Sequence[int] = ()) -> Record:
         if not self.valid:
@@ -75,10 +77,16 @@ class _Reserved:
         if len(checksums) != self.blocks:
             raise BridgeMiss(MissReason.LAYOUT, f"{len(checksums)} checksums for {self.blocks} blocks")
         record = self.made(tuple(checksums), self.filled)
-        self.abandon()
+        self._close()
         return record
 
     def abandon(self) -> None:
+        if self.open:
+            self._close()
+            if self.place.pinned:
+                _unpin(self.arena, self.place.slot)
+
+    def _close(self) -> None:
         self.open = False
         self.data.release()
 
@@ -152,8 +160,7 @@ class MemoryBridge:
             raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
         key_of(handle)
         body, rows = measure(planes, len(token_ids))
-        check_fits(body, first, self.pinned_bytes if pinned else self.ring_bytes, pinned=pinned)
-        place = _pin(arena, body.record_bytes) if pinned else _make_room(arena, body.record_bytes)
+        place = self._place(arena, body, first, pinned=pinned)
         _take_off(arena, handle)
         data = bytearray(body.kv_bytes)
         try:
@@ -175,6 +182,7 @@ class MemoryBridge:
         *,
         ranks: int | None = None,
         checked: bool = True,
+        pinned: bool = False,
     ) -> Reservation:
         """See Bridge.reserve."""
         arena = self._own
@@ -182,8 +190,7 @@ class MemoryBridge:
             raise BridgeMiss(MissReason.UNSUPPORTED, "this shard has no ring")
         key_of(handle)
         body, rows = measure_sizes(plane_bytes, len(token_ids), checked=checked)
-        check_fits(body, first, self.ring_bytes, pinned=False)
-        place = _make_room(arena, body.record_bytes)
+        place = self._place(arena, body, first, pinned=pinned)
 
         def made(checksums: tuple[int, ...], data: bytearray) -> Record:
             _take_off(arena, handle)
@@ -192,6 +199,12 @@ class MemoryBridge:
 
         filled = bytearray(body.kv_bytes)
         return _Reserved(arena, place, body.blocks, made, filled, memoryview(filled))
+
+    def _place(self, arena: _Arena, body: Body, first: FirstToken, *, pinned: bool) -> Place:
+        check_fits(body, first, self.pinned_bytes if pinned else self.ring_bytes, pinned=pinned)
+        if pinned:
+            return _pin(arena, body.record_bytes, self._clock())
+        return _make_room(arena, body.record_bytes)
 
     def _publish(
         self,
@@ -237,7 +250,7 @@ class MemoryBridge:
         live = next((found for found in named if found.live), None)
         if live is None:
             raise BridgeMiss(MissReason.OVERWRITTEN if named else MissReason.MISSING)
-        if not live.record.place.pinned and self._clock() >= live.expires_ns:
+        if self._clock() >= live.expires_ns:
             raise BridgeMiss(MissReason.MISSING, "expired")
         return live.record
 
@@ -303,12 +316,22 @@ def _make_room(arena: _Arena, record_bytes: int) -> Place:
     return Place(placement.extent.slot, placement.extent.position, pinned=False)
 
 
-def _pin(arena: _Arena, record_bytes: int) -> Place:
+def _pin(arena: _Arena, record_bytes: int, now_ns: int) -> Place:
     found = arena.pinned.take(record_bytes)
+    if found is None:
+        _clear_expired_pins(arena, now_ns)
+        found = arena.pinned.take(record_bytes)
     if found is None:
         raise BridgeMiss(MissReason.PINNED_FULL, f"{arena.pinned.free_bytes} bytes are free")
     slot, offset = found
     return Place(arena.ring.index_slots + slot, offset, pinned=True)
+
+
+def _clear_expired_pins(arena: _Arena, now_ns: int) -> None:
+    for slot, found in arena.slots.items():
+        if found.live and found.record.place.pinned and now_ns >= found.expires_ns:
+            found.live = False
+            _unpin(arena, slot)
 
 
 def _unpin(arena: _Arena, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a pinned record goes: first fit in a small region of its own, until it is given back.
+"""Where a pinned record goes: first fit in a small region of its own, until its place is given back.
 
 Neighbouring free pieces are merged at once.
 """

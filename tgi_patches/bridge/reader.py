@@ -42,7 +42,7 @@ class ArenaReader:
         key = key_of(handle)
         self._check_owner(epoch)
         entry = self._find(key, epoch)
-        if not entry.place.pinned and self._clock() >= entry.published_ns + entry.ttl_ns:
+        if self._clock() >= entry.published_ns + entry.ttl_ns:
             raise BridgeMiss(MissReason.MISSING, "expired")
         described = bytes(self._mapping.record(entry.place, entry.body.described_bytes))
         self._check_current(epoch, entry.place, entry.sequence)

@@ -2,7 +2,7 @@
 
 Publishing a record, in this order, so that a reader or a crash at any point sees a miss at worst:
 tail up -> slots of overwritten records 0 -> bytes -> slot with sequence 0 -> sequence.
-Releasing a pinned record: slot 0, then its bytes are free.
+Releasing a pinned record, or taking an expired one's place: slot 0, then its bytes are free.
 A new owner: epoch 0 -> index cleared, ring restarted -> the new epoch.
 """
 
@@ -36,7 +36,7 @@ from tgi_patches.contract import BridgeMiss, MissReason
 
 
 class Reserved:
-    """A place in the ring until it is published or given up."""
+    """A place in the ring, or the pinned region, until it is published or given up."""
 
     __slots__ = ("_finish", "_open", "_place", "_writer", "data")
 
@@ -63,11 +63,16 @@ class Reserved:
         if not self.valid:
             raise BridgeMiss(MissReason.OVERWRITTEN, "the place is not this record's any more")
         finished = self._finish(tuple(checksums))
-        self.abandon()
+        self._close()
         return finished
 
     def abandon(self) -> None:
         """See Reservation.abandon."""
+        if self._open:
+            self._close()
+            self._writer.give_up(self._place)
+
+    def _close(self) -> None:
         self._open = False
         self.data.release()
 
@@ -110,17 +115,14 @@ class ArenaWriter:
     ) -> tuple[Entry, Described]:
         """Write and publish one record; its entry and what stands in front of its data."""
         body, rows = measure(planes, len(token_ids))
-        layout = self.mapping.layout
-        check_fits(body, first, layout.pinned_bytes if pinned else layout.ring_bytes, pinned=pinned)
-        place = self._pin(body) if pinned else self._make_room(body)
+        place = self._place(body, first, pinned=pinned)
         self._supersede(key)
         try:
             data = self.mapping.record(place, body.record_bytes)[body.data_offset :]
             known = Described(tuple(token_ids), rows, copy_in(data, planes))
             entry = self._described(key, place, body, known, first, ended, ranks)
         except BaseException:
-            if pinned:
-                self._unpin(place.slot)
+            self.give_up(place)
             raise
         self._publish(entry)
         return entry, known
@@ -135,11 +137,11 @@ class ArenaWriter:
         *,
         ranks: int,
         checked: bool,
+        pinned: bool = False,
     ) -> Reserved:
-        """Room in the ring for a record that somebody else writes; see Bridge.reserve."""
+        """Room for a record that somebody else writes; see Bridge.reserve."""
         body, rows = measure_sizes(plane_bytes, len(token_ids), checked=checked)
-        check_fits(body, first, self.mapping.layout.ring_bytes, pinned=False)
-        place = self._make_room(body)
+        place = self._place(body, first, pinned=pinned)
 
         def finish(checksums: tuple[int, ...]) -> tuple[Entry, Described]:
             if len(checksums) != body.blocks:
@@ -154,7 +156,12 @@ class ArenaWriter:
 
     def covers(self, place: Place) -> bool:
         """True until the ring has gone past `place`; False once closed."""
-        return self._open and self.mapping.words[Word.TAIL] <= place.position
+        return self._open and (place.pinned or self.mapping.words[Word.TAIL] <= place.position)
+
+    def give_up(self, place: Place) -> None:
+        """Nothing will be published there; the ring takes its own places back by itself."""
+        if self._open and place.pinned:
+            self._unpin(place.slot)
 
     def _described(
         self,
@@ -186,7 +193,7 @@ class ArenaWriter:
 
     @property
     def pinned_free_bytes(self) -> int:
-        """Of the pinned region, perhaps in several pieces."""
+        """See Bridge.pinned_free_bytes."""
         return self._pinned.free_bytes
 
     def release(self, key: bytes) -> bool:
@@ -223,6 +230,12 @@ class ArenaWriter:
         words[Word.EPOCH] = self._epoch
         return Ring(layout.ring_bytes, layout.index_slots, head=start)
 
+    def _place(self, body: Body, first: FirstToken, *, pinned: bool) -> Place:
+        """Room for a record; BridgeMiss as in Bridge.export."""
+        layout = self.mapping.layout
+        check_fits(body, first, layout.pinned_bytes if pinned else layout.ring_bytes, pinned=pinned)
+        return self._pin(body) if pinned else self._make_room(body)
+
     def _make_room(self, body: Body) -> Place:
         """A place in the ring, with everything that was there taken off the index."""
         placement = self._ring.place(body.record_bytes)
@@ -236,6 +249,8 @@ class ArenaWriter:
     def _pin(self, body: Body) -> Place:
         """A place in the pinned region, beside that of a former record of the same handle."""
         found = self._pinned.take(body.record_bytes)
+        if found is None and self._clear_expired_pins():
+            found = self._pinned.take(body.record_bytes)
         if found is None:
             free = f"{self._pinned.free_bytes} of {self._pinned.region_bytes} bytes are free"
             raise BridgeMiss(MissReason.PINNED_FULL, f"{free}, {len(self._pinned.held)} records are held")
@@ -246,6 +261,18 @@ class ArenaWriter:
     def _unpin(self, slot: int) -> None:
         self._pinned.give_back(slot - self.mapping.layout.index_slots)
         self.mapping.words[Word.PINNED_FREE_BYTES] = self._pinned.free_bytes
+
+    def _clear_expired_pins(self) -> bool:
+        """Free the places of pinned records that are a miss for every reader; False if there were none."""
+        now_ns, pinned_from = self._clock(), self.mapping.layout.index_slots
+        expired = [
+            slot
+            for slot, (_, expires_ns) in self._live.items()
+            if slot >= pinned_from and now_ns >= expires_ns
+        ]
+        for slot in expired:
+            self._clear(slot)
+        return bool(expired)
 
     def _supersede(self, key: bytes) -> None:
         former = self._slots.get(key)

@@ -198,6 +198,7 @@ class _Outgoing:
                 self._deliver(self.buffer)
             self.reservation.publish()
         except BridgeMiss as miss:
+            self.reservation.abandon()
             self.done(miss)
         else:
             self.done(None)

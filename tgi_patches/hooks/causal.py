@@ -3,7 +3,7 @@
 from_pb          take the handles, look records up; a batch in which all were found gets their cache
 generate_token   a batch with finds and others is run as two and joined
 forward          the cache is noted for the export, the last position of imports is repaired
-chooser, top n   a put leg's first token is noted, a get leg's is forced
+chooser, top n   a put leg's first token is noted, a get leg's is forced where its handle names one
 
 The continuation of a long answer (pieces.py) is prefilled as stock TGI does it.
 """

@@ -1,4 +1,4 @@
-"""The first token of a request: noted in a put leg's step, forced in a get leg's.
+"""The first token of a request: noted in a put leg's step, forced in a get leg's whose handle names one.
 
 Tensors as TGI's choosers return them: ids [batch], logprobs [batch], all logprobs [batch, vocab].
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tgi_patches.bridge import FirstToken
 from tgi_patches.contract import GetTag, PutTag
 from tgi_patches.hooks.rows import Row
 
@@ -39,18 +40,32 @@ def rewind(chooser: Any, index: int) -> None:
 
 
 def forced(row: Row, logprobs: Tensor) -> tuple[int, float] | None:
-    """Id and logprob with which a get leg begins; `logprobs` [vocab] are this server's own."""
-    if row.imported is not None and (first := row.imported.first) is not None:
-        return first.id, first.logprob
-    if isinstance(row.tag, GetTag) and row.tag.first_token_id is not None:
-        return row.tag.first_token_id, float(logprobs[row.tag.first_token_id])
-    return None
+    """Id and logprob with which a get leg begins; `logprobs` [vocab] are this server's own.
+
+    None where the handle names no token: the leg then begins with what it sampled itself.
+    """
+    token_id = _named(row)
+    if token_id is None:
+        return None
+    exported = _exported(row)
+    return token_id, float(logprobs[token_id]) if exported is None else exported.logprob
+
+
+def _named(row: Row) -> int | None:
+    """The token that a get leg's handle names."""
+    return row.tag.first_token_id if isinstance(row.tag, GetTag) else None
+
+
+def _exported(row: Row) -> FirstToken | None:
+    """The imported record's first token, where the get leg is to begin with that one."""
+    first = None if row.imported is None else row.imported.first
+    return first if first is not None and first.id == _named(row) else None
 
 
 def settle_top(
     rows: Iterable[tuple[int, Row]], top_n: Sequence[int], ids: PerRow, logprobs: PerRow
 ) -> tuple[PerRow, PerRow]:
-    """Note the lists of put legs; those of get legs become the exported ones.
+    """Note the lists of put legs; those of get legs that begin with an exported token become its.
 
     As TGI made them: it adds tokens that tie with the n-th, in an order of its own.
     """
@@ -60,10 +75,9 @@ def settle_top(
             continue
         if isinstance(row.tag, PutTag):
             row.top = tuple(zip(ids[index][0], logprobs[index][0], strict=True))
-        elif row.imported is not None and (first := row.imported.first) is not None and first.top:
-            exported = first.top
-            ids[index] = [[token_id for token_id, _ in exported]]
-            logprobs[index] = [[logprob for _, logprob in exported]]
+        elif (first := _exported(row)) is not None and first.top:
+            ids[index] = [[token_id for token_id, _ in first.top]]
+            logprobs[index] = [[logprob for _, logprob in first.top]]
     return ids, logprobs
 
 

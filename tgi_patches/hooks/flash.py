@@ -2,7 +2,7 @@
 
 from_tokenized   take the handle; a get leg's KV goes into its slots, its prompt becomes one token
 generate_token   around it: which rows complete their prompt in this step
-chooser          a put leg's first token is noted, a get leg's is forced
+chooser          a put leg's first token is noted, a get leg's is forced where its handle names one
 generate_token   after it: put legs are exported, the last slot of get legs is repaired
 filter, concatenate   rows of half-done prompts go along
 

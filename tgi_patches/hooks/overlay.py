@@ -141,6 +141,7 @@ class Overlay:
             bytes_per_token=shape.bytes_per_token,
             ring_bytes=bridge.ring_bytes,
             record_limit_bytes=bridge.record_limit_bytes,
+            pinned_bytes=bridge.pinned_bytes,
         )
         log.info("overlay_armed", shard=spec.shard, model_class=self._report.model_class)
         self.say()
@@ -159,7 +160,13 @@ class Overlay:
         place, spec = self._place, self._place.spec
         arguments = (Path(spec.arena_dir), spec.deployment, spec.shard, place.rank, place.epoch)
         try:
-            bridge = ArenaBridge(*arguments, fingerprint, spec.arena_bytes, spec.record_ttl_s)
+            bridge = ArenaBridge(
+                *arguments,
+                fingerprint,
+                spec.arena_bytes,
+                spec.record_ttl_s,
+                pinned_bytes=spec.pinned_bytes // place.world_size,
+            )
         except ArenaError:
             if ballot is not None:
                 ballot.agree(0, ARENAS_LIMIT_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tgi_patches.contract import PROTOCOL_VERSION, Fingerprint, Limits, ShardSpec, StatusReply
 from tgi_patches.report import Report, read_report, report_path
 
-GOOD = frozenset({"ok", "kept", "hit", "resumed"})
+GOOD = frozenset({"ok", "pinned", "kept", "hit", "resumed"})
 UNSIZED_TOKENS = 16_000
 """Of KV: what TGI's router gives out for a model that cannot size its cache."""
 
@@ -100,6 +100,7 @@ def status_of(
         pull_host=reach.pull_host,
         pulls=reach.pulls,
         relaunch=next((report.relaunch for report in known if report.relaunch), ""),
+        pinned_bytes=0 if note else ranks * min(report.pinned_bytes for report in known),
         imported_tokens=max((report.imported_tokens for report in known), default=0),
         recomputed_tokens=max((report.recomputed_tokens for report in known), default=0),
     )
@@ -116,14 +117,17 @@ def _unsized(spec: ShardSpec) -> int:
 
 
 def merged(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Counts of whole records: good where every rank's part was, else by what most ranks of one kind say."""
+    """Counts of whole records: good where every rank's part was, else by what most ranks of one kind say.
+
+    A record of which only some ranks could pin their part is `ok`.
+    """
     results = sorted({result for ranks in counts for result in ranks})
     by_result = {result: [ranks.get(result, 0) for ranks in counts] for result in results}
-    return {
-        result: min(each) if result in GOOD else max(each)
-        for result, each in by_result.items()
-        if min(each) or result not in GOOD
-    }
+    whole = {result: min(each) if result in GOOD else max(each) for result, each in by_result.items()}
+    if "pinned" in whole:
+        exported = min(ranks.get("ok", 0) + ranks.get("pinned", 0) for ranks in counts)
+        whole["ok"] = exported - whole["pinned"]
+    return {result: count for result, count in whole.items() if count or result not in GOOD}
 
 
 def _rank_unhooked(spec: ShardSpec, epoch: int, rank: int, report: Report | None) -> str:

@@ -179,6 +179,7 @@ class Status:
             slots=self._spec.max_concurrent_requests,
             ring_bytes=ranks * self._bridge.ring_bytes,
             record_limit_bytes=ranks * self._bridge.record_limit_bytes,
+            pinned_bytes=ranks * self._bridge.pinned_bytes,
             bytes_per_token=self._bytes_per_token,
             running=self.loop.running,
             waiting=self.loop.waiting,
@@ -200,7 +201,7 @@ def _budgets(spec: ShardSpec) -> Budgets:
 
 
 def open_bridge(spec: ShardSpec, epoch: int, fingerprint: Fingerprint, rank: int = 0) -> ArenaBridge:
-    """The arena of one rank; they share the bytes of the ring."""
+    """The arena of one rank; they share the bytes of the ring, and of the pinned region."""
     try:
         return ArenaBridge(
             Path(spec.arena_dir),
@@ -211,6 +212,7 @@ def open_bridge(spec: ShardSpec, epoch: int, fingerprint: Fingerprint, rank: int
             fingerprint=fingerprint,
             arena_bytes=spec.arena_bytes // spec.tensor_parallel,
             record_ttl_s=spec.record_ttl_s,
+            pinned_bytes=spec.pinned_bytes // spec.tensor_parallel,
         )
     except ArenaError as error:
         raise ConfigError(str(error)) from error

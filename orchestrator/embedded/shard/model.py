@@ -238,15 +238,16 @@ class TransformersModel:
         return torch.stack([row.chooser.process(logits[i], row.text.ids) for i, row in enumerate(rows)])
 
     def _advance(self, row: Row, picked: int, logprobs: Tensor) -> Generation:
-        """Take one token: forced on the first step of a get leg, exported on that of a put leg."""
+        """Take one token: forced on the first step of a get leg that names it, exported on that of a put leg."""
         first_step = row.stop.tokens == 0
         top = _top(logprobs, max(row.request.top_n_tokens, _TOP_EXPORTED if first_step else 0))
         logprob = float(logprobs[picked])
         if first_step and isinstance(row.tag, GetTag) and row.tag.first_token_id is not None:
-            if row.imported is not None and (first := row.imported.first) is not None:
-                picked, logprob, top = first.id, first.logprob, list(first.top)
+            picked = row.tag.first_token_id
+            exported = None if row.imported is None else row.imported.first
+            if exported is not None and exported.id == picked:
+                logprob, top = exported.logprob, list(exported.top)
             else:
-                picked = row.tag.first_token_id
                 logprob = float(logprobs[picked])
         if not row.chooser.advance(picked):
             log.warning("grammar_ended_early", tokens=row.stop.tokens)

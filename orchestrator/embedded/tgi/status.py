@@ -56,6 +56,7 @@ class Status:
             bytes_per_token=told.bytes_per_token or bytes_per_token(engine.shape, engine.spec.dtype),
             ring_bytes=0 if note else told.ring_bytes,
             record_limit_bytes=0 if note else told.record_limit_bytes,
+            pinned_bytes=0 if note else told.pinned_bytes,
             hooked=not note,
             note=note,
         )

@@ -234,6 +234,27 @@ class Books(RuleBasedStateMachine):
         if self.terms[conductor]:
             self.committed(self.terms[conductor], key, self.plan(data))
 
+    @rule(target=handles, gateway=st.sampled_from(GATEWAYS), kv=AMOUNTS, record_bytes=AMOUNTS)
+    def burst(self, gateway: str, kv: int, record_bytes: int) -> Any:
+        """A leader that grants as much as it can, and more than there is room for."""
+        mine = [h for g, h in (*self.model.waiting, *self.model.leased) if g == gateway]
+        self.heartbeat_of(gateway, [], mine)
+        if not self.model.leader:
+            self.lead("a.1")
+        conductor = self.model.leader.partition(":")[0]
+        self.publish(conductor, [ShardState.READY] * len(SHARDS))
+        decode = [wire.incarnation(name, self.epochs[name]) for name in ("d0", "d1")]
+        prefill = wire.incarnation("p0", self.epochs["p0"])
+        plans = [Plan(decode[n % 2], prefill, kv, record_bytes) for n in range(5)]
+        keys = []
+        for plan in (*plans, Plan(decode[0], "", 10, 0), Plan(prefill, "", 10, 0)):
+            self.count += 1
+            key = (gateway, f"h{self.count}")
+            if self.submitted(key) == "queued":
+                self.committed(self.terms[conductor], key, plan)
+                keys.append(key)
+        return multiple(*keys)
+
     @rule(key=handles, data=st.data())
     def own_decision(self, key: tuple[str, str], data: st.DataObject) -> None:
         self.committed("", key, self.plan(data))
@@ -383,7 +404,7 @@ def test_any_order_of_calls_leaves_the_books_right(redis: Redis) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=250,
+            max_examples=200,
             stateful_step_count=40,
             deadline=None,
             # Add Phase.shrink, which takes minutes, to look for the shortest way to a failure.

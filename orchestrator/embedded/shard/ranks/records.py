@@ -52,6 +52,7 @@ class LeadBridge(ArenaBridge):
             fingerprint,
             arena_bytes=spec.arena_bytes // spec.tensor_parallel,
             record_ttl_s=spec.record_ttl_s,
+            pinned_bytes=spec.pinned_bytes // spec.tensor_parallel,
         )
         self._keep_s = spec.record_ttl_s
         self._now = now
@@ -87,9 +88,17 @@ class Exports:
         for parts in zip(*ranks, strict=True):
             handle = parts[0][0]
             reason = next((why for _, why in parts if why is not None), None)
-            self.counts["ok" if reason is None else str(reason)] += 1
             if reason is None:
                 self._bridge.acknowledge(handle)
+                self.counts[self._where(handle)] += 1
                 self._sidecar.published(handle)
             else:
+                self.counts[str(reason)] += 1
                 self._sidecar.failed(handle, reason)
+
+    def _where(self, handle: str) -> str:
+        """What a record counts as: by rank 0's part, as the ranks' arenas are alike."""
+        try:
+            return "pinned" if self._bridge.own_lookup(handle).place.pinned else "ok"
+        except BridgeMiss:
+            return "ok"
