@@ -188,8 +188,8 @@ class Conductor:
                 log.warning("tidy_failed", error=str(error))
 
     async def _publish_once(self) -> None:
-        costs = {view.shard: view.costs for view in self._dispatch.plain_shards() if view.costs is not None}
-        await self._queue.publish(self._supervisor.watched(), self._supervisor.problems, costs)
+        views = {view.shard: view for view in self._dispatch.measured_shards()}
+        await self._queue.publish(self._supervisor.watched(), self._supervisor.problems, views)
 
     async def _degrade(self) -> None:
         """The ladder, once a heartbeat, unless an operator has set a level."""

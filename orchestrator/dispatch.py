@@ -29,6 +29,10 @@ log = structlog.get_logger()
 
 PASS_MOST = 128
 """Decisions per scheduling pass."""
+BACKLOG = 256
+"""So many tickets wait that nobody gains by a pass for each end..."""
+PASS_EVERY_S = 0.005
+"""... so that they are at least this long apart: one costs the same for one ticket as for a hundred."""
 HEADS = 16
 """First tickets whose presence is checked in every pass: one that was withdrawn must not hold up the rest."""
 OVER = frozenset({"duplicate", "gone"})
@@ -66,9 +70,10 @@ class Dispatch:
 
     async def run(self) -> None:
         """Until cancelled; raises Deposed."""
-        term, more = "", False
+        term, more, clock = "", False, asyncio.get_running_loop().time
         while True:
             unless_cancelled()
+            begun_s = clock()
             try:
                 if term != self._queue.leader:
                     term = self._queue.leader
@@ -83,6 +88,8 @@ class Dispatch:
                 at_once = self._books_stand and not self.waiting and not ended
                 self._scheduler.add(arrived.tickets, time.time())
                 more = await self._decide(at_once=at_once and self.waiting > 0)
+                if self.waiting >= BACKLOG and not more:
+                    await asyncio.sleep(max(0.0, begun_s + PASS_EVERY_S - clock()))
             except Unreachable as error:
                 log.warning("scheduling_paused", error=str(error))
                 term = ""
@@ -105,6 +112,14 @@ class Dispatch:
         """The same without reservations."""
         views = (self._view(watched) for watched in self._watched())
         return [view for view in views if view is not None]
+
+    def measured_shards(self) -> list[ShardView]:
+        """The same with the prefill batches that were measured, to be shown."""
+        found = []
+        for view in self.plain_shards():
+            requests, tokens = self._costs.batches(view.shard) or (0.0, 0.0)
+            found.append(replace(view, batch_requests=requests, batch_tokens=tokens) if requests else view)
+        return found
 
     def _view(self, watched: Watched) -> ShardView | None:
         """Made anew only when something has changed: a pass asks for all of them."""

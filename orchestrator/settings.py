@@ -254,7 +254,7 @@ class ArenaSection(Section):
     """Ring size of a shard that exports; 0 chooses from the model and the free memory."""
     record_ttl_s: Seconds = 60.0
     pinned_bytes: int = Field(0, ge=0)
-    """Beside the ring, for records of hot prompts; 0 makes it an eighth of it, where prompts may become hot."""
+    """Beside the ring, for records of hot prompts; 0 makes it an eighth of it, where there may be such."""
     pull_listen: Annotated[str, AfterValidator(_address_or_none)] = ""
     """Where a prefill shard offers its records to other hosts; empty: nowhere."""
     pulled_bytes: int = Field(0, ge=0)

@@ -31,6 +31,8 @@ _SHARD_FIELDS = (
     "reserved_slots",
     "outstanding_records",
     "outstanding_bytes",
+    "batch_requests",
+    "batch_tokens",
 )
 
 

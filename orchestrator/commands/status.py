@@ -99,7 +99,7 @@ def cost_table(told: Mapping[str, Any]) -> Table:
 
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("measured")
-    for name in ("L_m", "prefill tok/s", "step of 1", "of a full batch", "relay", "pull"):
+    for name in ("L_m", "prefill tok/s", "step of 1", "of a full batch", "relay", "pull", "prefill batch"):
         table.add_column(name, justify="right", no_wrap=True)
     for shard in told["shards"]:
         costs = shard.get("costs")
@@ -109,14 +109,21 @@ def cost_table(told: Mapping[str, Any]) -> Table:
         full = figures.get("full_batch")
         table.add_row(
             shard["shard"],
-            _number(figures.get("saturation_tokens"), ""),
+            f"{figures['saturation_tokens']:,}" if "saturation_tokens" in figures else "",
             _number(figures.get("prefill_tokens_per_s"), ""),
             _number(figures.get("decode_step_one_ms"), " ms"),
             f"{_number(figures['decode_step_full_ms'], ' ms')} ({full})" if full else "",
             _way(costs.get("relay")),
             _way(costs.get("pull")),
+            _batch(shard),
         )
     return table
+
+
+def _batch(shard: Mapping[str, Any]) -> str:
+    """Measured: prompts of a batch, and their tokens."""
+    requests, tokens = shard.get("batch_requests"), shard.get("batch_tokens")
+    return f"{requests:.1f} x {tokens / requests:.0f} tokens" if requests and tokens else ""
 
 
 def _number(value: float | None, unit: str) -> str:

@@ -104,7 +104,7 @@ class CostBook:
     def of(self, view: ShardView) -> Costs | None:
         """What is known of a shard; None for nothing at all.  Fits anew at most every few samples."""
         known = self._shards.get(view.shard)
-        if known is None or known.epoch != view.epoch:
+        if known is None or known.epoch != view.epoch or self._shown_since(known):
             known = self._shards[view.shard] = _Known(view, self._prior(view))
         if not known.told and self._now_s >= known.fit_again_s:
             self._fit(known)
@@ -152,6 +152,10 @@ class CostBook:
             known = self._shards.get(shard)
             if known is not None and known.epoch == epoch and known.fit.observe(sample):
                 known.told = False
+
+    def _shown_since(self, known: _Known) -> bool:
+        """Nothing is known of this one, and another one of its kind has been measured meanwhile."""
+        return known.costs is None and known.profile in self._profiles
 
     def _prior(self, view: ShardView) -> Costs | None:
         """The shard's own past, if it is of the same kind still; else what its profile is known by."""

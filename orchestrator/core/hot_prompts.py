@@ -156,7 +156,7 @@ class HotPrompts:
         return self._records.find(ticket, self._clock(now_s))
 
     def pins(self, ticket: Ticket, now_s: float) -> bool:
-        """Whether a prefill of this ticket should leave a pinned record: of a hot group, for as long as none is."""
+        """Whether a prefill of this ticket should pin its record: of a hot group, while none is pinned."""
         if not self.may_share(ticket) or self.group_of(ticket, now_s) is None:
             return False
         return not self._records.pinned(ticket, self._clock(now_s))

@@ -46,7 +46,7 @@ class _Record:
 
 
 class SharedRecords:
-    """The newest record of each prompt, at most `most` of them."""
+    """The newest record of each prompt, a pinned one first; at most `most` of them."""
 
     def __init__(self, *, most: int, ttl_s: float, ring_share: float, ring_records: int) -> None:
         self._most = most
@@ -86,8 +86,11 @@ class SharedRecords:
         assert owner is not None, "a record needs a prefill"
         prompt = _prompt(ticket)
         self.forget(ticket.handle)  # decided again, perhaps elsewhere
-        if share and prompt in self._records:
-            self.forget(self._records[prompt].shared.handle)
+        if share and (former := self._records.get(prompt)) is not None:
+            if former.pinned and not grant.pinned and former.there(now_s):
+                share = False  # the former one lasts longer
+            else:
+                self.forget(former.shared.handle)
         ring = self._ring(owner, share=share)
         if ring is None:
             return

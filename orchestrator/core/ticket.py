@@ -98,6 +98,10 @@ class ShardView:
     """It can fetch records from other hosts."""
     costs: Costs | None = None
     """What its phases take, as far as that was measured."""
+    batch_requests: float = 0.0
+    """Prompts of one prefill batch, lately and on the average, as measured; 0 before the first."""
+    batch_tokens: float = 0.0
+    """Their tokens."""
     pinned_bytes: int = 0
     """Room for records that later ones do not overwrite; 0: it pins none."""
 

@@ -11,21 +11,15 @@ from orchestrator.core.cost import Costs
 from orchestrator.core.hot_prompts import HotPrompts, HotRules
 from orchestrator.core.scheduling import Scheduler
 from orchestrator.core.ticket import ShardView
-from orchestrator.deployment.policy import policy_of
+from orchestrator.deployment.policy import hot_prompts_on, policy_of
 from orchestrator.settings import Settings
 from orchestrator.shards.client import ShardClient
 
-HOT_FROM_DECODE_SHARDS = 2
-"""With one decode shard there is nothing to keep a burst apart from, and little that sharing saves."""
-
-
 def scheduler_of(settings: Settings) -> Scheduler:
     """A conductor's."""
-    routing = settings.routing
-    enough = settings.shards.decode.shards >= HOT_FROM_DECODE_SHARDS
-    hot = routing.hot_prompts == "on" or (routing.hot_prompts == "auto" and enough)
-    rules = HotRules(share_of_decode=routing.hot_decode_share, record_ttl_s=settings.arena.record_ttl_s)
-    return Scheduler(policy_of(settings), hot=HotPrompts(rules) if hot else None)
+    share = settings.routing.hot_decode_share
+    rules = HotRules(share_of_decode=share, record_ttl_s=settings.arena.record_ttl_s)
+    return Scheduler(policy_of(settings), hot=HotPrompts(rules) if hot_prompts_on(settings) else None)
 
 
 @asynccontextmanager

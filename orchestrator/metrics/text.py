@@ -51,6 +51,15 @@ class Scrape(Collector):
         for view in self.shards:
             reserved.add_metric([view.shard], view.reserved_kv_tokens)
         yield reserved
+        batches = GaugeMetricFamily(
+            "orchestrator_prefill_batch_requests",
+            "Prompts of one prefill batch, lately and on the average, as measured.",
+            labels=["shard"],
+        )
+        for view in self.shards:
+            if view.batch_requests:
+                batches.add_metric([view.shard], view.batch_requests)
+        yield batches
         yield GaugeMetricFamily("orchestrator_mode", "Level of degradation; 0 is normal.", value=self.level)
         yield GaugeMetricFamily(
             "orchestrator_redis_up", "Whether Redis answers the worker that tells.", value=self.redis_up

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from orchestrator.core.cost import Costs
 from orchestrator.core.routing import Capacity, capacity
 from orchestrator.core.shard import Watched
 from orchestrator.core.ticket import Completion, Grant, Leg, Relayed, ShardView, Ticket
@@ -197,18 +196,19 @@ def publish(
     leader: str,
     shards: Sequence[Watched],
     problems: Mapping[str, str],
-    costs: Mapping[str, Costs],
+    views: Mapping[str, ShardView],
     timings: Timings,
 ) -> Call:
-    """`problems`: a sentence by shard, for those that do not run as they should."""
+    """By shard, `problems`: a sentence for those that do not run as they should; `views`: what is known
+    beyond its own status."""
     args: list[str | int] = [leader, ms(timings.shard_ttl_s), keys.shard("")]
     for watched in shards:
-        view = watched.view()
+        view = views.get(watched.shard) or watched.view()
         args += [
             watched.shard,
             str(watched.state),
             wire.incarnation(watched.shard, watched.epoch),
-            "" if view is None else wire.encode(replace(view, costs=costs.get(watched.shard))),
+            "" if view is None else wire.encode(view),
             problems.get(watched.shard, ""),
         ]
     return Call(scripts.PUBLISH, (keys.leader, keys.shards), args)

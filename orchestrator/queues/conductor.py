@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import structlog
 
-from orchestrator.core.cost import Costs
 from orchestrator.core.pending import Place
 from orchestrator.core.routing import Mode, Refuse
 from orchestrator.core.shard import Watched
@@ -138,10 +137,10 @@ class ConductorQueue:
         self,
         shards: Sequence[Watched],
         problems: Mapping[str, str] | None = None,
-        costs: Mapping[str, Costs] | None = None,
+        views: Mapping[str, ShardView] | None = None,
     ) -> None:
         """The whole registry; what is not in it is removed."""
-        call = calls.publish(self._keys, self._term(), shards, problems or {}, costs or {}, self.timings)
+        call = calls.publish(self._keys, self._term(), shards, problems or {}, views or {}, self.timings)
         self._check(await self._runner.send(call))
 
     async def retire(self, shard: str, epoch: int) -> None:

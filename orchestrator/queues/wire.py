@@ -34,7 +34,8 @@ class WireError(ValueError):
 
 def encode(fact: Any) -> str:
     """Compact JSON of a dataclass, nested ones included."""
-    return orjson.dumps(fact).decode()
+    # Keys may be words of an enumeration, which orjson does not take for strings by itself.
+    return orjson.dumps(fact, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def body(fields: Sequence[str]) -> str:

@@ -144,12 +144,12 @@ def test_status_shows_what_was_measured_and_leaves_out_what_was_not() -> None:
     }
     shard = STATUS["shards"][0]
     shards = [
-        {**shard, "costs": COSTS},
+        {**shard, "costs": COSTS, "batch_requests": 1.5, "batch_tokens": 600.0},
         {**shard, "shard": "decode-0", "costs": {**COSTS, "relay": None, **decode}},
     ]
     rows = [" ".join(line.split()) for line in status({**STATUS, "shards": shards}).splitlines()]
-    assert "measured L_m prefill tok/s step of 1 of a full batch relay pull" in rows
-    assert "prefill-0 480 1,834 2.1 ms, 3.00 GiB/s" in rows
+    assert "measured L_m prefill tok/s step of 1 of a full batch relay pull prefill batch" in rows
+    assert "prefill-0 480 1,834 2.1 ms, 3.00 GiB/s 1.5 x 400 tokens" in rows
     assert "decode-0 3.12 ms 158 ms (128)" in rows
 
 

@@ -53,9 +53,9 @@ adapters_with_marks = st.lists(st.sampled_from(["a", ":", "|", "|k", "kv", ".", 
 # --- the handle as it travels ---------------------------------------------------------------------
 
 
-@given(handles, adapters | adapters_with_marks)
-def test_a_put_tag_is_read_as_it_was_written(handle: str, adapter: str) -> None:
-    tag = PutTag(handle, adapter)
+@given(handles, adapters | adapters_with_marks, st.booleans())
+def test_a_put_tag_is_read_as_it_was_written(handle: str, adapter: str, pinned: bool) -> None:
+    tag = PutTag(handle, adapter, pinned)
     assert parse_tag(str(tag)) == tag
     assert carries_tag(str(tag))
 
@@ -76,6 +76,7 @@ def test_a_get_tag_is_read_as_it_was_written(
 
 def test_tags_travel_in_this_form() -> None:
     assert str(PutTag(HANDLE)) == f"|kv1:put:{HANDLE}"
+    assert str(PutTag(HANDLE, "lora", pinned=True)) == f"lora|kv1:pin:{HANDLE}"
     assert str(PutTag(HANDLE, "my:lora|v2")) == f"my:lora|v2|kv1:put:{HANDLE}"
     assert str(GetTag(HANDLE, "p.0", 17, 5, "lora")) == f"lora|kv1:get:p.0.17:{HANDLE}:5"
     assert str(GetTag(HANDLE, "p-0", 17)) == f"|kv1:get:p-0.17:{HANDLE}:-"
@@ -97,6 +98,10 @@ def test_a_plain_name_carries_no_tag(value: str | None) -> None:
         "|kv1",
         "|kv1:",
         "|kv1:put",
+        "|kv1:pin",
+        "|kv1:pin:" + HANDLE[:-1],
+        "|kv1:pin:" + HANDLE + ":5",
+        "|kv1:pinned:" + HANDLE,
         "|kv1:put:",
         "|kv1:put:" + HANDLE[:-1],
         "|kv1:put:" + HANDLE + "0",
@@ -212,7 +217,7 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     """Worked out with another program: sha256 over the content as sorted JSON."""
     text = (
         '{"adapters": "", "dtype": "float32", "head_dim": 64, "kv_dtype": "float32", "kv_heads": 3, '
-        '"layers": 30, "model": "smol", "overlay": "3", "quantization": "", "revision": "r1", '
+        '"layers": 30, "model": "smol", "overlay": "4", "quantization": "", "revision": "r1", '
         '"rope": "", "tokenizer": "tok"}'
     )
     line = subprocess.run(["sha256sum"], input=text, capture_output=True, text=True, check=True, timeout=10)

@@ -139,6 +139,13 @@ def test_a_calibration_is_known_at_once_and_for_the_kind() -> None:
     assert book.changes == 1
 
 
+def test_a_calibration_serves_the_others_of_its_kind_that_were_asked_for_before_it() -> None:
+    book = CostBook()
+    assert book.of(view("d0", Role.DECODE)) is None
+    book.calibrated(view(), Costs(KNOWN.prefill, KNOWN.decode))
+    assert book.of(view("d0", Role.DECODE)) == Costs(KNOWN.prefill, KNOWN.decode)
+
+
 def test_a_calibration_does_not_take_away_what_it_cannot_measure() -> None:
     book = CostBook({profile(view()): KNOWN})
     slower = PrefillCost(0.5, 1e-4)

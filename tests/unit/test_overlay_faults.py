@@ -92,7 +92,7 @@ def test_before_warmup_is_over_handles_mean_nothing(tag: str, host: Host, prefil
     assert (rows_of(batch), arriving.cache_len) == ({}, 0)
     assert tokens(shard.step(batch)[0]) == {1: OWN}
     shard.arm()
-    assert tokens(shard.prefill(ask(get_tag(1)))) == {1: SUM}
+    assert tokens(shard.prefill(ask(get_tag(1, first=SUM)))) == {1: SUM}
 
 
 # --- faults of the overlay's own ---
@@ -178,7 +178,7 @@ def test_a_request_message_of_another_form_is_served_and_counted(decode: FlashSh
 def test_a_fault_costs_its_own_request_only(prefill: FlashShard, decode: FlashShard) -> None:
     """Between a hit and a put with an adapter stands a request that cannot be looked at."""
     exported(prefill)
-    hit, broken = ask(get_tag(1), 1), ask("", 2, slots=OTHER_SLOTS)
+    hit, broken = ask(get_tag(1, first=SUM), 1), ask("", 2, slots=OTHER_SLOTS)
     put = ask(put_tag(5, "lora"), 3, slots=[24, 25, 26, 27, 28])
     broken.adapter_id = None  # type: ignore[assignment]
     assert tokens(decode.prefill(hit, broken, put)) == {1: SUM, 2: OWN, 3: OWN}
@@ -202,7 +202,7 @@ class FailsOnce(Request):
 
 def test_an_import_is_repaired_whatever_fails_after_it(prefill: FlashShard, decode: FlashShard) -> None:
     exported(prefill)
-    arriving = FailsOnce(1, list(PROMPT), get_tag(1), SLOTS)
+    arriving = FailsOnce(1, list(PROMPT), get_tag(1, first=SUM), SLOTS)
     assert tokens(decode.prefill(arriving)) == {1: SUM}
     assert decode.kv(SLOTS[:5]) == WHOLE_KV
     assert decode.model.tokens_computed == 1

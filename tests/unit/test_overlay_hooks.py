@@ -32,6 +32,7 @@ from tests.unit.overlay_stand_ins.messages import (
     expected_logprob,
     get_tag,
     handle,
+    pin_tag,
     put_tag,
     tokens,
 )
@@ -49,7 +50,7 @@ def test_an_import_computes_one_token_and_leaves_the_exported_kv(
 ) -> None:
     exported(FlashShard(host, "p", heads_first=put_heads_first))
     decode = FlashShard(host, "d", bias=DECODE_BIAS, heads_first=get_heads_first)
-    arriving = ask(get_tag(1), slots=[30, 31, 0, 1, 2, 3, 4, 5])
+    arriving = ask(get_tag(1, first=SUM), slots=[30, 31, 0, 1, 2, 3, 4, 5])
     (generation,), batch = decode.step(decode.batch(arriving))
 
     assert (arriving.cache_len, arriving.HasField("chunk_len")) == (4, False)
@@ -115,7 +116,7 @@ def test_a_miss_begins_with_the_token_that_its_handle_names(decode: FlashShard) 
 
 def test_top_tokens_of_a_hit_are_the_exported_ones(prefill: FlashShard, decode: FlashShard) -> None:
     prefill_top = prefill.prefill(ask(put_tag(1), top_n_tokens=3))[0].top
-    (generation,), batch = decode.step(decode.batch(ask(get_tag(1), top_n_tokens=3)))
+    (generation,), batch = decode.step(decode.batch(ask(get_tag(1, first=SUM), top_n_tokens=3)))
     assert generation.top == prefill_top
     assert generation.top[0][0] == SUM
     assert decode.step(batch)[0][0].top[0][0] == (SUM + SUM + DECODE_BIAS) % VOCAB
@@ -127,7 +128,7 @@ def test_a_record_keeps_eleven_top_tokens_and_longer_lists_are_the_get_servers_o
     """Eleven fit; a list of twelve is not cut, as TGI would not cut it."""
     for number, length in ((1, 11), (2, 12)):
         prefill.prefill(ask(put_tag(number), number, top_n_tokens=length))
-        top = decode.prefill(ask(get_tag(number), number, top_n_tokens=length))[0].top
+        top = decode.prefill(ask(get_tag(number, first=SUM), number, top_n_tokens=length))[0].top
         assert len(top) == length
         assert (top[0][0] == OWN) == (length == 12)
 
@@ -137,12 +138,54 @@ def test_top_tokens_that_nobody_exported_are_this_shards(prefill: FlashShard, de
     assert decode.prefill(ask(get_tag(1), top_n_tokens=2))[0].top[0][0] == OWN
 
 
+def test_a_hit_whose_handle_names_no_token_begins_with_its_own(host: Host) -> None:
+    """A reader of another request's record: the KV is that one's, the choice its own."""
+    prefill, decode = FlashShard(host, "p"), FlashShard(host, "d", bias=DECODE_BIAS)
+    sent = prefill.prefill(ask(put_tag(1), top_n_tokens=3))[0]
+    arriving = ask(get_tag(1), top_n_tokens=3)
+    (generation,), batch = decode.step(decode.batch(arriving))
+    assert (arriving.cache_len, decode.model.tokens_computed) == (4, 1)
+    assert decode.kv(SLOTS[:5]) == WHOLE_KV
+    assert (generation.token_id, generation.logprob) == (OWN, expected_logprob(DECODE_BIAS))
+    assert generation.top[0] == (OWN, expected_logprob(DECODE_BIAS))
+    assert generation.top != sent.top
+    (following,), _ = decode.step(batch)
+    assert following.token_id == (SUM + OWN + DECODE_BIAS) % VOCAB
+    assert decode.report.imports == {"hit": 1}
+
+
+def test_a_hit_whose_handle_names_another_token_than_the_record_begins_with_it(
+    prefill: FlashShard, decode: FlashShard
+) -> None:
+    """The client has seen it; logprob and list are this shard's, as the record has none of it."""
+    prefill.prefill(ask(put_tag(1), top_n_tokens=2))
+    (generation,), _ = decode.step(decode.batch(ask(get_tag(1, first=25), top_n_tokens=2)))
+    assert generation.token_id == 25
+    assert generation.logprob == pytest.approx(expected_logprob(DECODE_BIAS) - 9.0)
+    assert generation.top[0][0] == OWN
+
+
+def test_readers_of_one_record_in_one_batch_each_begin_as_their_handles_say(
+    prefill: FlashShard, decode: FlashShard
+) -> None:
+    exported(prefill)
+    answered = decode.prefill(
+        ask(get_tag(1), 1, slots=[0, 1, 2, 3, 4]),
+        ask(get_tag(1, first=SUM), 2, slots=[5, 6, 7, 8, 9]),
+        ask(get_tag(1), 3, slots=[10, 11, 12, 13, 14]),
+    )
+    assert tokens(answered) == {1: OWN, 2: SUM, 3: OWN}
+    for slots in ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]):
+        assert decode.kv(slots) == WHOLE_KV
+    assert decode.report.imports == {"hit": 3}
+
+
 def test_requests_of_one_batch_each_get_their_own(prefill: FlashShard, decode: FlashShard) -> None:
     """A hit between a request without a handle and a miss."""
     exported(prefill)
     answered = decode.prefill(
         ask("", 1, slots=[0, 1, 2, 3, 4]),
-        ask(get_tag(1), 2, slots=[5, 6, 7, 8, 9]),
+        ask(get_tag(1, first=SUM), 2, slots=[5, 6, 7, 8, 9]),
         ask(get_tag(9), 3, slots=[10, 11, 12, 13, 14]),
     )
     own = OWN
@@ -186,6 +229,37 @@ def test_results_of_imports_are_told_once(prefill: FlashShard, decode: FlashShar
     assert decode.overlay.take_results() == ""
 
 
+# --- pinned ---
+
+
+def later_records(prefill: FlashShard) -> None:
+    """More than the whole ring is written anew: 150 records of 700 bytes, in a ring of 64 KiB."""
+    for number in range(100, 250):
+        prefill.prefill(ask(put_tag(number), 2, max_new_tokens=1, slots=OTHER_SLOTS))
+
+
+def test_a_pinned_record_is_a_hit_after_a_turn_of_the_ring_and_another_one_a_miss(
+    host: Host, decode: FlashShard
+) -> None:
+    prefill = FlashShard(host, "p", pinned_bytes=4096)
+    prefill.prefill(
+        ask(pin_tag(1), max_new_tokens=1), ask(put_tag(2), 2, max_new_tokens=1, slots=OTHER_SLOTS)
+    )
+    assert prefill.report.exports == {"ok": 1, "pinned": 1}
+    assert prefill.report.pinned_bytes == 4096
+    later_records(prefill)
+    decode.prefill(ask(get_tag(1), 1), ask(get_tag(2), 2, slots=OTHER_SLOTS))
+    assert json.loads(decode.overlay.take_results()) == {"1": "hit", "2": "overwritten"}
+    assert decode.kv(SLOTS[:5]) == WHOLE_KV
+
+
+def test_a_shard_that_pins_nothing_exports_to_its_ring(prefill: FlashShard, decode: FlashShard) -> None:
+    prefill.prefill(ask(pin_tag(1), max_new_tokens=1))
+    assert (prefill.report.exports, prefill.report.pinned_bytes) == ({"ok": 1}, 0)
+    assert tokens(decode.prefill(ask(get_tag(1, first=SUM)))) == {1: SUM}
+    assert decode.report.imports == {"hit": 1}
+
+
 # --- rows along the way ---
 
 
@@ -205,7 +279,7 @@ def test_a_chunked_prompt_is_exported_by_the_step_that_completes_it(
     generations, batch = prefill.step(batch)
     assert tokens(generations) == {1: SUM}
     assert prefill.report.exports == {"ok": 1}
-    assert tokens(decode.prefill(ask(get_tag(1)))) == {1: SUM}
+    assert tokens(decode.prefill(ask(get_tag(1, first=SUM)))) == {1: SUM}
 
 
 def test_rows_go_along_when_batches_are_joined_and_filtered(prefill: FlashShard) -> None:

@@ -22,6 +22,7 @@ from tests.unit.overlay_stand_ins.messages import (
     expected_logprob,
     get_tag,
     handle,
+    pin_tag,
     put_tag,
     tokens,
 )
@@ -61,7 +62,7 @@ def test_an_import_computes_one_token_and_leaves_the_exported_kv(
     """Models that answer with tuples, and those whose caches refuse lists."""
     exported(prefill)
     decode = CausalShard(host, "d", bias=DECODE_BIAS, legacy=legacy)
-    (generation,), batch = decode.step(decode.batch(ask(get_tag(1))))
+    (generation,), batch = decode.step(decode.batch(ask(get_tag(1, first=SUM))))
     assert decode.model.tokens_computed == [1]
     assert (generation.token_id, generation.logprob) == (SUM, expected_logprob(0))
     assert kv(batch, row=0, tokens=5) == WHOLE_KV
@@ -75,15 +76,15 @@ def test_a_batch_of_hits_alone_is_padded_to_the_longest(prefill: CausalShard, de
     for number, prompt in enumerate([PROMPT, SHORT, LONG, [6]], start=1):
         exported(prefill, number, prompt)
     prompts = {4: [6], 2: SHORT, 1: PROMPT, 3: LONG}
-    batch = decode.batch(*(ask(get_tag(n), n, token_ids=prompt) for n, prompt in prompts.items()))
+    firsts = {4: 6, 2: 4, 1: SUM, 3: 8}
+    batch = decode.batch(*(ask(get_tag(n, firsts[n]), n, token_ids=prompt) for n, prompt in prompts.items()))
     generations, batch = decode.step(batch)
     assert decode.model.tokens_computed == [1]
     assert decode.model.positions == [[0], [1], [4], [6]]
-    assert tokens(generations) == {4: 6, 2: 4, 1: SUM, 3: 8}
+    assert tokens(generations) == firsts
     for row, prompt in enumerate(prompts.values()):
         assert kv(batch, row, len(prompt))[:2] == [prompt, prompt]
     generations, _ = decode.step(batch)
-    firsts = {4: 6, 2: 4, 1: SUM, 3: 8}
     assert tokens(generations) == {
         n: (sum(prompt) + firsts[n] + DECODE_BIAS) % VOCAB for n, prompt in prompts.items()
     }
@@ -129,10 +130,40 @@ def test_a_miss_begins_with_the_token_that_its_handle_names(decode: CausalShard)
 
 def test_top_tokens_of_a_hit_are_the_exported_ones(prefill: CausalShard, decode: CausalShard) -> None:
     sent = prefill.prefill(ask(put_tag(1), top_n_tokens=3))[0].top
-    (generation,), batch = decode.step(decode.batch(ask(get_tag(1), top_n_tokens=3)))
+    (generation,), batch = decode.step(decode.batch(ask(get_tag(1, first=SUM), top_n_tokens=3)))
     assert generation.top == sent
     assert generation.top[0][0] == SUM
     assert decode.step(batch)[0][0].top[0][0] == (SUM + SUM + DECODE_BIAS) % VOCAB
+
+
+def test_hits_whose_handles_name_no_token_begin_with_their_own(
+    prefill: CausalShard, decode: CausalShard
+) -> None:
+    """Beside a reader of the same record whose handle names one."""
+    sent = prefill.prefill(ask(put_tag(1), top_n_tokens=3))[0].top
+    asked = ask(get_tag(1), 1, top_n_tokens=3), ask(get_tag(1, first=SUM), 2, top_n_tokens=3)
+    generations, batch = decode.step(decode.batch(*asked))
+    assert decode.model.tokens_computed == [1]
+    assert tokens(generations) == {1: OWN, 2: SUM}
+    assert generations[0].logprob == expected_logprob(DECODE_BIAS)
+    assert generations[0].top[0] == (OWN, expected_logprob(DECODE_BIAS))
+    assert generations[1].top == sent
+    assert [kv(batch, row, tokens=5) for row in (0, 1)] == [WHOLE_KV, WHOLE_KV]
+    assert tokens(decode.step(batch)[0]) == {
+        1: (SUM + OWN + DECODE_BIAS) % VOCAB,
+        2: (SUM + SUM + DECODE_BIAS) % VOCAB,
+    }
+
+
+def test_a_pinned_record_is_a_hit_after_a_turn_of_the_ring(host: Host, decode: CausalShard) -> None:
+    """150 records of 700 bytes, in a ring of 64 KiB."""
+    prefill = CausalShard(host, "p", pinned_bytes=4096)
+    prefill.prefill(ask(pin_tag(1), 1), ask(put_tag(2), 2))
+    assert prefill.report.exports == {"ok": 1, "pinned": 1}
+    for number in range(100, 250):
+        prefill.prefill(ask(put_tag(number), max_new_tokens=1))
+    decode.prefill(ask(get_tag(1), 1), ask(get_tag(2), 2))
+    assert decode.report.imports == {"hit": 1, "overwritten": 1}
 
 
 def test_prompt_logprobs_need_the_whole_prompt(prefill: CausalShard, decode: CausalShard) -> None:
@@ -175,7 +206,9 @@ def test_a_put_leg_ends_by_eos_or_stop_string_before_it_ends_by_length(
 
 def test_hits_and_others_are_run_apart_and_go_on_together(prefill: CausalShard, decode: CausalShard) -> None:
     exported(prefill)
-    batch = decode.batch(ask(get_tag(9), 1, token_ids=LONG), ask(get_tag(1), 2), ask("", 3, token_ids=SHORT))
+    batch = decode.batch(
+        ask(get_tag(9), 1, token_ids=LONG), ask(get_tag(1, first=SUM), 2), ask("", 3, token_ids=SHORT)
+    )
     generations, batch = decode.step(batch)
     assert decode.model.tokens_computed == [1, 7]
     own = {1: 8 + DECODE_BIAS, 3: 4 + DECODE_BIAS}
@@ -195,7 +228,9 @@ def test_a_put_beside_a_hit_is_exported(host: Host, prefill: CausalShard, decode
     decode.prefill(ask(get_tag(1), 1), ask(put_tag(5), 2, token_ids=LONG))
     assert (decode.report.imports, decode.report.exports) == ({"hit": 1}, {"ok": 1})
     third = CausalShard(host, "e")
-    assert tokens(third.prefill(ask(get_tag(5, shard="d"), token_ids=LONG))) == {1: 8 + DECODE_BIAS}
+    assert tokens(third.prefill(ask(get_tag(5, first=8 + DECODE_BIAS, shard="d"), token_ids=LONG))) == {
+        1: 8 + DECODE_BIAS
+    }
 
 
 def test_when_the_hits_end_at_once_the_others_go_on(prefill: CausalShard, decode: CausalShard) -> None:
@@ -211,7 +246,7 @@ def test_when_the_hits_end_at_once_the_others_go_on(prefill: CausalShard, decode
 def test_when_all_end_at_once_nothing_is_left(prefill: CausalShard, decode: CausalShard) -> None:
     exported(prefill)
     generations, left = decode.step(
-        decode.batch(ask(get_tag(1), 1, max_new_tokens=1), ask("", 2, max_new_tokens=1))
+        decode.batch(ask(get_tag(1, first=SUM), 1, max_new_tokens=1), ask("", 2, max_new_tokens=1))
     )
     assert tokens(generations) == {1: SUM, 2: OWN}
     assert left is None
@@ -220,7 +255,7 @@ def test_when_all_end_at_once_nothing_is_left(prefill: CausalShard, decode: Caus
 def test_a_joined_batch_takes_another_one_in(prefill: CausalShard, decode: CausalShard) -> None:
     """TGI's concatenate leaves lists, which newer caches refuse."""
     exported(prefill)
-    _, first = decode.step(decode.batch(ask(get_tag(1), 1)))
+    _, first = decode.step(decode.batch(ask(get_tag(1, first=SUM), 1)))
     _, second = decode.step(decode.batch(ask("", 2, token_ids=LONG)))
     both = decode.module.CausalLMBatch.concatenate([first, second])
     assert tokens(decode.step(both)[0]) == {
@@ -262,7 +297,7 @@ def test_before_warmup_is_over_handles_mean_nothing(host: Host, prefill: CausalS
     shard = CausalShard(host, "d", bias=DECODE_BIAS, armed=False)
     assert tokens(shard.prefill(ask(get_tag(1, first=25), 1), ask(put_tag(2), 2))) == {1: OWN, 2: OWN}
     shard.arm()
-    assert tokens(shard.prefill(ask(get_tag(1)))) == {1: SUM}
+    assert tokens(shard.prefill(ask(get_tag(1, first=SUM)))) == {1: SUM}
 
 
 def test_warmup_shows_the_shape_of_the_cache(prefill: CausalShard) -> None:
@@ -328,7 +363,7 @@ def test_caches_that_cannot_be_joined_cost_a_prefill(
 
     exported(prefill)
     monkeypatch.setattr(padded, "joined", refuse)
-    answered = tokens(decode.prefill(ask(get_tag(1), 1), ask("", 2, token_ids=SHORT)))
+    answered = tokens(decode.prefill(ask(get_tag(1, first=SUM), 1), ask("", 2, token_ids=SHORT)))
     assert answered == {1: SUM, 2: 4 + DECODE_BIAS}
     assert decode.model.tokens_computed == [5]
     assert decode.report.faults == 1

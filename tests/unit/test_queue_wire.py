@@ -84,6 +84,11 @@ def test_what_redis_hears_of_an_imported_record_is_what_was_said_and_what_is_hel
     assert wire.completion(told) == said
 
 
+def test_predictions_survive_the_journey_under_the_names_of_their_choices() -> None:
+    grant = replace(GRANT, predicted={Choice.SEPARATED: 1.25, Choice.MIXED: 2.5})
+    assert wire.leased(wire.lease(grant)).predicted == {"separated": 1.25, "mixed": 2.5}
+
+
 def test_a_lease_names_what_it_holds_before_the_grant() -> None:
     text = wire.lease(GRANT)
     assert text.startswith(f"160|1000|decode-0.{EPOCH}|prefill-0.{EPOCH + 1}|{{")

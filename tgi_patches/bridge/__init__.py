@@ -104,7 +104,7 @@ class Bridge(Protocol):
 
     @property
     def pinned_free_bytes(self) -> int:
-        """Bytes of the pinned region that no record holds, expired ones included; perhaps in several pieces."""
+        """Bytes of the pinned region that no record holds, expired or not; perhaps in several pieces."""
 
     def export(
         self,

@@ -238,7 +238,7 @@ class TransformersModel:
         return torch.stack([row.chooser.process(logits[i], row.text.ids) for i, row in enumerate(rows)])
 
     def _advance(self, row: Row, picked: int, logprobs: Tensor) -> Generation:
-        """Take one token: forced on the first step of a get leg that names it, exported on that of a put leg."""
+        """Take one token.  A put leg's first one is exported, a get leg's forced where its tag names one."""
         first_step = row.stop.tokens == 0
         top = _top(logprobs, max(row.request.top_n_tokens, _TOP_EXPORTED if first_step else 0))
         logprob = float(logprobs[picked])

@@ -123,6 +123,8 @@ class BridgeLife(RuleBasedStateMachine):
         if isinstance(record, MissReason):
             assert pinned
             assert record in (MissReason.PINNED_FULL, MissReason.LAYOUT)
+            self.forget_expired()
+            assert record == MissReason.LAYOUT or not any(map(self.expired, self.pinned.values()))
             return self.export(name, tokens, rows, seed, pinned=False)
         now_ns = self.clock.now_ns
         made = Made(handle, self.epoch, record.sequence, now_ns, ids, first, planes, record, pinned)
@@ -130,7 +132,17 @@ class BridgeLife(RuleBasedStateMachine):
         self.pinned.pop(handle, None)
         if pinned:
             self.pinned[handle] = made
+            self.forget_expired()
         return made
+
+    def expired(self, made: Made) -> bool:
+        return self.clock.now_ns >= made.made_ns + TTL_NS
+
+    def forget_expired(self) -> None:
+        """After an attempt to pin: either all expired records still have their places, or none has."""
+        held = sum(made.pinned_bytes for made in self.pinned.values())
+        if self.owner.pinned_free_bytes + held != PINNED_BYTES:
+            self.pinned = {name: made for name, made in self.pinned.items() if not self.expired(made)}
 
     @rule(wanted=made)
     def release(self, wanted: Made) -> None:
@@ -145,7 +157,7 @@ class BridgeLife(RuleBasedStateMachine):
             return
         newest = [made for made in self.history if made.handle == wanted.handle][-1]
         assert (record.epoch, record.sequence) == (newest.epoch, newest.sequence)
-        assert newest.pinned or self.clock.now_ns < newest.made_ns + TTL_NS
+        assert not self.expired(newest)
         assert newest.pinned == (self.pinned.get(newest.handle) is newest)
         assert record == newest.record
         assert (record.token_ids, record.first) == (newest.ids, newest.first)
@@ -191,7 +203,7 @@ class BridgeLife(RuleBasedStateMachine):
     def no_pinned_byte_is_lost(self) -> None:
         held = sum(made.pinned_bytes for made in self.pinned.values())
         assert self.owner.pinned_free_bytes + held == PINNED_BYTES
-        assert len(self.spans(pinned=True)) == len(self.pinned)
+        assert len(self.spans(pinned=True)) == sum(not self.expired(made) for made in self.pinned.values())
 
     def spans(self, *, pinned: bool) -> list[tuple[int, int]]:
         """(start, end) of the description and data of every live record."""
@@ -206,7 +218,7 @@ class BridgeLife(RuleBasedStateMachine):
         return found
 
     def certainly_live(self, made: Made) -> bool:
-        """Pinned, or of the newest within half the ring and not superseded: no ring may lose those."""
+        """Its place is pinned, or it is of the newest within half the ring and not superseded."""
         if made.epoch != self.epoch:
             return False
         if made.pinned:
@@ -222,7 +234,7 @@ class BridgeLife(RuleBasedStateMachine):
         if wanted.epoch != self.epoch:
             return {MissReason.EPOCH}
         newest = [made for made in self.history if made.handle == wanted.handle][-1]
-        if not newest.pinned and self.clock.now_ns >= newest.made_ns + TTL_NS:
+        if self.expired(newest):
             return {MissReason.MISSING, MissReason.OVERWRITTEN}
         assert not self.certainly_live(newest)
         return {MissReason.OVERWRITTEN, MissReason.MISSING}

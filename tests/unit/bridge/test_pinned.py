@@ -1,4 +1,4 @@
-"""Pinned records: what the ring and time cannot take, on files and in memory."""
+"""Pinned records: what the ring cannot take before their time is over, on files and in memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.bridge.conftest import (
     FIRST,
     RING_BYTES,
+    TTL_S,
     Bed,
     Interrupted,
     export,
@@ -40,17 +41,74 @@ def lap(bridge: Bridge) -> None:
         export(bridge, number, size=8192)
 
 
-def test_a_pinned_record_outlives_time_and_the_ring(bed: Bed) -> None:
+def expire(bed: Bed) -> None:
+    bed.clock.now_ns += round(TTL_S * 1e9)
+
+
+def test_a_pinned_record_outlives_the_ring(bed: Bed) -> None:
     prefill, decode = bed.open("p", pinned_bytes=PINNED_BYTES), bed.open("d")
     exported = pin(prefill, 1)
     export(prefill, 2)
-    bed.clock.now_ns += 10**15
+    bed.clock.now_ns += round(TTL_S * 1e9) - 1
     lap(prefill)
 
     assert reason_of(decode.lookup, "p", 1, handle(2)) == MissReason.OVERWRITTEN
     found = decode.lookup("p", 1, handle(1))
     assert found == exported
     assert read(decode, found, 2, 4096) == pattern(1, 2, 4096)
+
+
+def test_a_pinned_record_is_a_miss_once_its_time_is_over(bed: Bed) -> None:
+    prefill, decode = bed.open("p", pinned_bytes=PINNED_BYTES), bed.open("d")
+    pin(prefill, 1)
+    record = decode.lookup("p", 1, handle(1))
+    expire(bed)
+    assert reason_of(decode.lookup, "p", 1, handle(1)) == MissReason.MISSING
+    assert reason_of(prefill.own_lookup, handle(1)) == MissReason.MISSING
+    assert read(decode, record, 2, 4096) == pattern(1, 2, 4096)  # who has begun may end
+
+
+def test_places_of_expired_records_are_taken_once_they_are_needed(bed: Bed) -> None:
+    prefill, decode = bed.open("p", pinned_bytes=PINNED_BYTES), bed.open("d")
+    early = [pin(prefill, number) for number in (1, 2)]
+    bed.clock.now_ns += 1
+    pin(prefill, 3)
+    bed.clock.now_ns += round(TTL_S * 1e9) - 1
+    assert prefill.pinned_free_bytes == PINNED_BYTES - 3 * RECORD_BYTES
+
+    assert pin(prefill, 4).place.pinned is True
+
+    assert prefill.pinned_free_bytes == PINNED_BYTES - 2 * RECORD_BYTES
+    for record in early:
+        assert reason_of(read, decode, record, 2, 4096) in (MissReason.OVERWRITTEN, MissReason.MISSING)
+    for number in (3, 4):
+        found = prefill.own_lookup(handle(number))
+        assert read(prefill, found, 2, 4096) == pattern(number, 2, 4096)
+    pin(prefill, 5)
+    assert reason_of(pin, prefill, 6) == MissReason.PINNED_FULL
+
+
+def test_a_slot_is_taken_from_an_expired_record_too(bed: Bed) -> None:
+    prefill = bed.open("p", pinned_bytes=PINNED_BYTES)
+    for number in range(PINNED_SLOTS):
+        pin(prefill, number, size=16)
+    expire(bed)
+    pin(prefill, 99, size=16)
+    assert read(prefill, prefill.own_lookup(handle(99)), 2, 16) == pattern(99, 2, 16)
+
+
+@pytest.mark.parametrize("visit", [1, 2])
+def test_an_expired_records_place_that_is_reused_during_a_copy_is_a_miss(bed: Bed, visit: int) -> None:
+    prefill, decode = bed.open("p", pinned_bytes=RECORD_BYTES), bed.open("d")
+    pin(prefill, 1)
+    record = decode.lookup("p", 1, handle(1))
+
+    def reuse() -> None:
+        expire(bed)
+        assert pin(prefill, 1).place.position == record.place.position
+
+    planes = Interrupted([[memoryview(bytearray(4096))] for _ in range(2)], visit, reuse)
+    assert reason_of(decode.read_into, record, planes, 4) == MissReason.OVERWRITTEN
 
 
 def test_pinned_records_leave_the_ring_its_room(bed: Bed) -> None:

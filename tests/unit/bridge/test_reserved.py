@@ -246,3 +246,60 @@ def test_ranks_are_the_shards_own_where_none_are_named(bed: Bed) -> None:
     one, two = reserve(prefill, 1), reserve(prefill, 2, ranks=4)
     assert one.publish(fill(one, 1)).ranks == 1
     assert two.publish(fill(two, 2)).ranks == 4
+
+
+# --- pinned --------------------------------------------------------------------------------------
+
+
+def reserve_pinned(bridge: Bridge, number: int, size: int = SIZE) -> Reservation:
+    return bridge.reserve(handle(number), range(4), FIRST, False, [size, size], checked=False, pinned=True)
+
+
+def test_a_pinned_reservation_is_filled_and_outlives_the_ring(bed: Bed) -> None:
+    prefill, decode = bed.open("p", pinned_bytes=8192), bed.open("d")
+    reservation = reserve_pinned(prefill, 1)
+    for number in range(2, 12):
+        export(prefill, number, 8192)
+    assert reservation.valid
+    fill(reservation, 1)
+    published = reservation.publish()
+    for number in range(2, 12):
+        export(prefill, number, 8192)
+    found = decode.lookup("p", 1, handle(1))
+    assert (found, found.place.pinned) == (published, True)
+    assert read(decode, found, 2, SIZE) == pattern(1, 2, SIZE)
+    assert prefill.release(handle(1)) is True
+    assert prefill.pinned_free_bytes == 8192
+
+
+def test_a_pinned_reservation_keeps_its_place_however_late_it_is(bed: Bed) -> None:
+    prefill = bed.open("p", pinned_bytes=4096)
+    late = reserve_pinned(prefill, 1, 1024)
+    bed.clock.now_ns += 10**15
+    assert reason_of(reserve_pinned, prefill, 2, 1024) == MissReason.PINNED_FULL
+    fill(late, 1, 1024)
+    late.publish()
+    assert read(prefill, prefill.own_lookup(handle(1)), 2, 1024) == pattern(1, 2, 1024)
+
+
+def test_a_pinned_reservation_that_is_given_up_gives_its_place_back_once(bed: Bed) -> None:
+    prefill = bed.open("p", pinned_bytes=4096)
+    given_up = reserve_pinned(prefill, 1)
+    given_up.abandon()
+    other = reserve_pinned(prefill, 2)
+    given_up.abandon()
+    assert prefill.pinned_free_bytes == 4096 - 896  # 800 bytes, and 24 in front of them, in lines of 64
+    fill(other, 2)
+    other.publish()
+    other.abandon()
+    assert read(prefill, prefill.own_lookup(handle(2)), 2, SIZE) == pattern(2, 2, SIZE)
+
+
+def test_a_reservation_cannot_be_pinned_where_there_is_no_room(bed: Bed) -> None:
+    plain, prefill = bed.open("q"), bed.open("p", pinned_bytes=4096)
+    assert reason_of(reserve_pinned, plain, 1) == MissReason.UNSUPPORTED
+    assert reason_of(reserve_pinned, prefill, 1, 4096) == MissReason.LAYOUT
+    late = reserve_pinned(prefill, 1)
+    prefill.close()
+    assert not late.valid
+    late.abandon()

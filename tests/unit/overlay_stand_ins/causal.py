@@ -195,13 +195,20 @@ class CausalShard:
     """One TGI process with the overlay; its warmup is a prefill of one prompt."""
 
     def __init__(
-        self, host: Host, name: str, *, bias: int = 0, legacy: bool = False, armed: bool = True
+        self,
+        host: Host,
+        name: str,
+        *,
+        bias: int = 0,
+        legacy: bool = False,
+        armed: bool = True,
+        pinned_bytes: int = 0,
     ) -> None:
         self._host = host
         self.tokens = tokens_module()
         self.module = causal_module(self.tokens)
         self.model = self.module.CausalLM(bias, legacy=legacy)
-        self.overlay = host.overlay(name, "CausalLM")
+        self.overlay = host.overlay(name, "CausalLM", pinned_bytes)
         self.hooks = CausalHooks(self.overlay)
         self.hooks.install(self.module, self.tokens)
         if armed:

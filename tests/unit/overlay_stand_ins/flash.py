@@ -198,13 +198,14 @@ class FlashShard:
         heads_first: bool = False,
         request_logprobs: bool = False,
         path: DevicePath | None = None,
+        pinned_bytes: int = 0,
     ) -> None:
         self._host = host
         self.path = path
         self.tokens = tokens_module()
         self.module = flash_module(self.tokens)
         self.model = self.module.FlashCausalLM(bias, heads_first=heads_first)
-        self.overlay = host.overlay(name, "FlashCausalLM")
+        self.overlay = host.overlay(name, "FlashCausalLM", pinned_bytes)
         self.hooks = FlashHooks(
             self.overlay, heads_first=heads_first, request_logprobs=request_logprobs, path=path
         )

@@ -25,9 +25,14 @@ class Host:
         self.directory = directory
         self.memory = MemoryHost()
         self.bridge: OpenBridge = self.memory_bridge
+        self.pinned_bytes: dict[str, int] = {}
+        """By shard, as its overlay asked for them."""
 
     def memory_bridge(self, shard: str, fingerprint: Fingerprint, ring_bytes: int) -> Bridge:
-        return MemoryBridge(self.memory, shard, EPOCH, fingerprint, ring_bytes, 60.0)
+        pinned_bytes = self.pinned_bytes.get(shard, 0)
+        return MemoryBridge(
+            self.memory, shard, EPOCH, fingerprint, ring_bytes, 60.0, pinned_bytes=pinned_bytes
+        )
 
     def open(
         self,
@@ -39,13 +44,23 @@ class Host:
         fingerprint: Fingerprint,
         arena_bytes: int,
         record_ttl_s: float,
+        *,
+        pinned_bytes: int,
     ) -> Bridge:
         """In ArenaBridge's place."""
+        self.pinned_bytes[shard] = pinned_bytes
         return self.bridge(shard, fingerprint, arena_bytes)
 
-    def overlay(self, shard: str, model_class: str) -> Overlay:
+    def overlay(self, shard: str, model_class: str, pinned_bytes: int = 0) -> Overlay:
         spec = ShardSpec(
-            DEPLOYMENT, shard, Role.MIXED, "m", "m", arena_dir=str(self.directory), arena_bytes=RING_BYTES
+            DEPLOYMENT,
+            shard,
+            Role.MIXED,
+            "m",
+            "m",
+            arena_dir=str(self.directory),
+            arena_bytes=RING_BYTES,
+            pinned_bytes=pinned_bytes,
         )
         return Overlay(Place(spec, EPOCH, 0, 1), model_class)
 

@@ -51,6 +51,10 @@ def put_tag(number: int, adapter: str = "") -> str:
     return f"{adapter}|kv1:put:{handle(number)}"
 
 
+def pin_tag(number: int) -> str:
+    return f"|kv1:pin:{handle(number)}"
+
+
 def get_tag(number: int, first: int | str = "-", adapter: str = "", shard: str = "p") -> str:
     return f"{adapter}|kv1:get:{shard}.{EPOCH}:{handle(number)}:{first}"
 
