@@ -45,7 +45,7 @@ def body(fields: Sequence[str]) -> str:
     return next((value for name, value in zip(fields[::2], fields[1::2], strict=False) if name == BODY), "")
 
 
-def _decoded(text: str, build: Callable[[Mapping[str, Any]], T]) -> T:
+def _decoded(text: str, build: Callable[[dict[str, Any]], T]) -> T:
     try:
         return build(orjson.loads(text))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -57,14 +57,16 @@ def _names(kind: type[Any]) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
-def _known(kind: type[Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that this version knows: the next one may add some."""
+def _known(kind: type[Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields that this version knows: the next one may add some.  `raw` itself where it has no other."""
     names = _names(kind)  # type: ignore[arg-type]  # mypy: a type of Any is not hashable
+    if names.issuperset(raw):
+        return raw
     return {name: value for name, value in raw.items() if name in names}
 
 
 def ticket(text: str) -> Ticket:
-    def build(raw: Mapping[str, Any]) -> Ticket:
+    def build(raw: dict[str, Any]) -> Ticket:
         known = _known(Ticket, raw)
         if raw.get("choice") is not None:
             known["choice"] = Choice(raw["choice"])
@@ -76,7 +78,7 @@ def ticket(text: str) -> Ticket:
 def completion(text: str) -> Completion | Relayed:
     """An entry of the completions stream."""
 
-    def build(raw: Mapping[str, Any]) -> Completion | Relayed:
+    def build(raw: dict[str, Any]) -> Completion | Relayed:
         if "outcome" not in raw:
             return Relayed(**_known(Relayed, raw))
         return Completion(**{**_known(Completion, raw), "outcome": Outcome(raw["outcome"])})
@@ -92,7 +94,7 @@ def mode(text: str) -> Mode:
 def view(text: str, state: str) -> ShardView:
     """A published shard, in the state that was published beside it."""
 
-    def build(raw: Mapping[str, Any]) -> ShardView:
+    def build(raw: dict[str, Any]) -> ShardView:
         known = _known(ShardView, raw)
         known["role"] = Role(raw["role"])
         known["fingerprint"] = Fingerprint(**_known(Fingerprint, raw["fingerprint"]))
@@ -122,7 +124,7 @@ def grant(text: str) -> Grant:
     return _decoded(text, _grant)
 
 
-def _grant(raw: Mapping[str, Any]) -> Grant:
+def _grant(raw: dict[str, Any]) -> Grant:
     prefill = raw["prefill"]
     known = _known(Grant, raw)
     known["choice"] = Choice(raw["choice"])
@@ -147,7 +149,7 @@ class Refusal:
 def answer(text: str) -> Grant | Refusal:
     """An entry of a grants stream."""
 
-    def build(raw: Mapping[str, Any]) -> Grant | Refusal:
+    def build(raw: dict[str, Any]) -> Grant | Refusal:
         if "refused" in raw:
             return Refusal(raw["handle"], Refuse(**_known(Refuse, raw["refused"])))
         return _grant(raw)
