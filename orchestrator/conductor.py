@@ -53,6 +53,7 @@ class Conductor:
         costs: CostBook | None = None,
         calibrator: Calibrator | None = None,
         queue_size: int = 256,
+        ladder: degraded.Rules | None = None,
         rules: Rules | None = None,
         pace: Pace | None = None,
     ) -> None:
@@ -72,6 +73,7 @@ class Conductor:
         )
         self._calibrator = calibrator
         self._queue_size = queue_size
+        self._ladder = ladder
         self._stopping = asyncio.Event()
 
     @property
@@ -201,9 +203,11 @@ class Conductor:
             load = degraded.Load.of(dispatch.plain_shards(), dispatch.waiting, self._queue_size)
             try:
                 held = (await self._queue.books()).mode
-                mode, trend = degraded.decide(held, trend, load, time.monotonic())
+                mode, trend = degraded.decide(held, trend, load, time.monotonic(), self._ladder)
                 if mode != held and await self._queue.set_mode(mode):
                     log.warning("mode_changed", level=mode.level, reason=mode.reason)
+                    held = mode
+                dispatch.see(held)
             except Unreachable as error:
                 log.warning("mode_not_set", error=str(error))
 
@@ -213,16 +217,19 @@ class Conductor:
         while self._calibrator is not None:
             unless_cancelled()
             await asyncio.sleep(self._pace.poll_s)
-            for view in self._dispatch.shards():
-                incarnation = (view.shard, view.epoch)
-                busy = view.reserved_slots or view.outstanding_records or view.state != ShardState.READY
-                if busy or incarnation in tried or not self._costs.unknown(view):
-                    continue
-                tried.add(incarnation)
-                costs = await self._calibrator(view)
-                if costs is not None:
-                    self._costs.calibrated(view, costs)
-                log.info("shard_calibrated", shard=view.shard, found=costs is not None)
+            untried = [view for view in self._dispatch.shards() if (view.shard, view.epoch) not in tried]
+            view = next(filter(self._idle_unknown, untried), None)
+            if view is None:
+                continue
+            tried.add((view.shard, view.epoch))
+            costs = await self._calibrator(view)
+            if costs is not None:
+                self._costs.calibrated(view, costs)
+            log.info("shard_calibrated", shard=view.shard, found=costs is not None)
+
+    def _idle_unknown(self, view: ShardView) -> bool:
+        busy = view.reserved_slots or view.outstanding_records or view.state != ShardState.READY
+        return not busy and self._costs.unknown(view)
 
     async def _until_idle(self, shard: str, epoch: int) -> None:
         """Returns once nothing is reserved on a drained incarnation, and nothing can be any more."""

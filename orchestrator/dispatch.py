@@ -6,6 +6,7 @@ claim -> [ read what is new -> decide -> commit -> read the books ] until depose
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,12 @@ import structlog
 
 from orchestrator.core.cost import Costs
 from orchestrator.core.costbook import CostBook
+from orchestrator.core.routing import Mode
 from orchestrator.core.scheduling import Scheduler
 from orchestrator.core.shard import Watched
 from orchestrator.core.ticket import Grant, ShardView
 from orchestrator.errors import Unreachable
-from orchestrator.queues import ConductorQueue
+from orchestrator.queues import ConductorQueue, Deposed
 from orchestrator.queues.conductor import Arrived, Books, Commit
 from orchestrator.queues.link import unless_cancelled
 from orchestrator.queues.wire import booked
@@ -104,6 +106,10 @@ class Dispatch:
         self._scheduler.lost(shard, epoch)
         self._costs.lost(shard, epoch)
 
+    def see(self, mode: Mode) -> None:
+        """What holds now: a ticket that comes alone is decided on the books as they stand."""
+        self.books = replace(self.books, mode=mode)
+
     def shards(self) -> list[ShardView]:
         """Every shard that has answered once, with its costs and what is reserved on it."""
         return [booked(view, self.books.reserved) for view in self.plain_shards()]
@@ -138,8 +144,13 @@ class Dispatch:
         return view
 
     def _pause_s(self) -> float:
-        """How long to wait for something to happen: until a window opens, where tickets wait for one."""
-        longest_s = self._queue.timings.block_s
+        """How long to wait for something to happen: until a window opens, where tickets wait for one.
+
+        Never so long that gateways take this conductor for gone and help its tickets.
+        """
+        if not self.waiting:
+            return math.inf
+        longest_s = self._queue.timings.own_decision_s / 2
         opens_s = self._scheduler.opens_s()
         return longest_s if opens_s is None else max(0.001, min(longest_s, opens_s - time.time()))
 
@@ -174,7 +185,13 @@ class Dispatch:
         """The books are those after it; what could not be committed waits on."""
         if not commits:
             return
-        results, self.books = await self._queue.commit_and_read(commits)
+        try:
+            results, self.books = await self._queue.commit_and_read(commits)
+        except (Unreachable, Deposed):
+            # Whatever of it was committed is heard of when its tickets are claimed anew.
+            for one in commits:
+                self._scheduler.failed(one.ticket, time.time())
+            raise
         now_s = time.time()
         for one, result in zip(commits, results, strict=True):
             if result == "granted":

@@ -261,9 +261,9 @@ def _either(request: _Request, fleet: Fleet) -> Grant | Wait:
     whole = _cheapest_whole(request, fleet) if compared else None
     predictions: dict[str, float] = {}
     if pair is not None and fleet.priced:
-        predictions[Choice.SEPARATED] = (split := _of_pair(request, pair)).finish_s
+        predictions[Choice.SEPARATED.value] = (split := _of_pair(request, pair)).finish_s
         if whole is not None:
-            predictions[Choice.MIXED] = whole[1].finish_s
+            predictions[Choice.MIXED.value] = whole[1].finish_s
             if cheaper(whole[1], split, request.policy.ttft_s, request.policy.tpot_s):
                 return _whole_grant(request, whole[0], "break_even", predictions)
     if pair is None or not pair.now:

@@ -15,6 +15,7 @@ from orchestrator.deployment.policy import hot_prompts_on, policy_of
 from orchestrator.settings import Settings
 from orchestrator.shards.client import ShardClient
 
+
 def scheduler_of(settings: Settings) -> Scheduler:
     """A conductor's."""
     share = settings.routing.hot_decode_share

@@ -144,6 +144,7 @@ def commit(
             keys.shard(grant.decode.shard),
             keys.shard((grant.prefill or grant.decode).shard),
             keys.gateways,
+            keys.pulse,
         ),
         (
             leader,

@@ -190,10 +190,11 @@ class ConductorQueue:
     async def books(self, heads: Sequence[Ticket] = ()) -> Books:
         """Reservations, mode and which of `heads` are still queued, in one round trip.
 
-        Also acknowledges the ends that were read.
+        Also acknowledges the ends that were read, and with `heads` tells that these are looked at.
         """
         seen = list(self._seen)
-        reserved, mode, *known = await self._runner.client.all(self._reading(heads, seen))
+        reading = self._reading(heads, seen, deciding=bool(heads))
+        reserved, mode, *known = await self._runner.client.all(reading)
         self._acknowledged(seen)
         return _books(reserved, mode, heads, known)
 
@@ -205,7 +206,7 @@ class ConductorQueue:
     async def commit_and_read(self, commits: Sequence[Commit]) -> tuple[list[str], Books]:
         """The same, and the books as they are after it, in the same round trip."""
         sent, seen = self._send(commits), list(self._seen)
-        reading = [self._runner.client.send(*command) for command in self._reading((), seen)]
+        reading = [self._runner.client.send(*command) for command in self._reading((), seen, deciding=True)]
         results = await self._results(sent)
         reserved, mode, *_ = [await reply for reply in reading]
         self._acknowledged(seen)
@@ -241,9 +242,15 @@ class ConductorQueue:
             raise Deposed("Another conductor leads.")
         return result
 
-    def _reading(self, heads: Sequence[Ticket], seen: Sequence[str]) -> list[Command]:
+    def _reading(
+        self, heads: Sequence[Ticket], seen: Sequence[str], *, deciding: bool = False
+    ) -> list[Command]:
+        """`deciding`: tell the gateways that their tickets are looked at."""
         commands: list[Command] = [("HGETALL", self._keys.reserved), ("GET", self._keys.mode)]
         commands += [("HEXISTS", self._keys.queued(ticket.gateway), ticket.handle) for ticket in heads]
+        if deciding and self.leader:
+            ttl_ms = max(1, calls.ms(self.timings.own_decision_s))
+            commands.append(("SET", self._keys.pulse, self.leader, "PX", ttl_ms))
         if seen:
             commands.append(("XACK", self._keys.completions, GROUP, *seen))
             commands.append(("XDEL", self._keys.completions, *seen))

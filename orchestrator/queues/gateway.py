@@ -145,6 +145,8 @@ class GatewayQueue:
     async def submit(self, ticket: Ticket) -> Grant:
         if self._closing or self._task is None or self._task.done():
             raise closed()
+        if not self._table.shards and self._lost is None:
+            await self.refresh()  # they may have come since the last heartbeat
         if not self._table.shards:
             raise no_shard()
         request = self._requests.add(ticket)

@@ -37,6 +37,11 @@ class Keys:
         return self.prefix + "seen"
 
     @property
+    def pulse(self) -> str:
+        """The leader value of a conductor that has looked at its tickets just now, with a time to live."""
+        return self.prefix + "pulse"
+
+    @property
     def leader(self) -> str:
         """`<conductor>:<fence>` of the leading conductor, with a time to live."""
         return self.prefix + "leader"

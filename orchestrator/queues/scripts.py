@@ -127,7 +127,7 @@ return 'queued'
 """)
 
 COMMIT = _with_shared("""
--- KEYS leader born tickets gateway queued leases grants reserved decode-shard prefill-shard gateways
+-- KEYS leader born tickets gateway queued leases grants reserved decode-shard prefill-shard gateways pulse
 -- ARGV leader ('' for a gateway's own decision) handle lease grant group settle_ms
 --      decode-incarnation prefill-incarnation ('' for mixed)
 --      kv slots decode-requests prefill-requests bytes   (what each shard can be promised at most)  gateway
@@ -143,8 +143,10 @@ end
 local ticket = redis.call('HGET', KEYS[5], handle)
 if not own and not ticket then return {'gone', ''} end
 if not own and redis.call('EXISTS', KEYS[4]) == 0 then return {'silent', ''} end
--- While a conductor leads, a gateway may only help the ticket that is first in the queue.
+-- While a conductor leads, a gateway may only help the ticket that is first in the queue, and not even that
+-- one where the conductor has just looked at it: then it waits for a reason.
 if own and leader and ticket then
+  if redis.call('GET', KEYS[12]) == leader then return {'behind', ''} end
   local first = redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', 1)[1]
   if first and first[1] ~= ticket then return {'behind', ''} end
 end

@@ -150,10 +150,12 @@ class Models:
             **defaults | more,
         )
 
-    async def put_leg(self, asked: Request, adapter: str = "") -> tuple[str, Generation]:
+    async def put_leg(
+        self, asked: Request, adapter: str = "", *, pinned: bool = False
+    ) -> tuple[str, Generation]:
         """Export the request's prompt; its handle and what the put leg answered."""
         handle = new_handle()
-        tag = PutTag(handle, adapter)
+        tag = PutTag(handle, adapter, pinned)
         leg = replace(asked, stopping=replace(asked.stopping, max_new_tokens=1), adapter_id=str(tag))
         steps = await answers(self.put, [leg])
         return handle, steps[leg.id][0]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.embedded.shard.seam import Batch, Generation, Stopping
+from orchestrator.embedded.shard.seam import Batch, Generation, Sampling, Stopping
 from tests.tgi.pair import Models, Prompt, Trio, logprobs, tokens, trio
 from tests.tgi.prompts import prompt_of, tokenizer_of, twenty
 from tests.tgi.servers import ServerPlan, Servers
@@ -70,6 +70,25 @@ async def test_requests_of_one_batch_hit_and_miss_together(pair: Trio, prompts: 
         together = await together_on_get(models, legs)
         for one, expected in zip(asked, alone, strict=True):
             same(together[one.id], expected)
+
+
+async def test_who_reads_anothers_record_samples_on_every_rank_alike(
+    pair: Trio, prompts: list[Prompt]
+) -> None:
+    """Its handle names no token: each rank draws one, and they have to go on together."""
+    async with pair.models() as models:
+        owner = models.ask(prompts[4], Stopping(8, ignore_eos_token=True))
+        handle, _ = await models.put_leg(owner)
+        firsts = set()
+        for seed in (1, 2, 3):
+            sampling = Sampling(do_sample=True, temperature=1.5, seed=seed)
+            asked = models.ask(prompts[4], owner.stopping, sampling=sampling)
+            leg = replace(asked, adapter_id=models.get_tag(handle, None))
+            steps = (await together_on_get(models, [leg]))[asked.id]
+            assert steps[0].import_result == "hit"
+            same(steps, await models.colocated(asked))
+            firsts.add(steps[0].token.id)
+        assert len(firsts) > 1
 
 
 async def test_a_rank_whose_part_is_gone_makes_all_ranks_miss(pair: Trio, prompts: list[Prompt]) -> None:

@@ -98,6 +98,37 @@ def test_a_ring_size_in_the_settings_is_taken_as_it_is() -> None:
     assert plan.arena_bytes == 246_912
 
 
+@pytest.mark.parametrize(
+    ("flags", "pinned"),
+    [
+        ({}, 0),
+        ({"shards__decode__count": 2}, 100_000),
+        ({"routing__hot_prompts": "on"}, 100_000),
+        ({"routing__hot_prompts": "off", "shards__decode__count": 2}, 0),
+        ({"routing__hot_prompts": "off", "arena__pinned_bytes": 5000}, 0),
+        ({"routing__hot_prompts": "on", "arena__pinned_bytes": 5000}, 5000),
+        ({"arena__pinned_bytes": 5000}, 0),
+    ],
+)
+def test_exporting_shards_pin_where_prompts_may_become_hot(flags: dict[str, Any], pinned: int) -> None:
+    """An eighth of the ring, unless the settings say how much."""
+    plan = plan_of(arena__bytes=800_000, shards__mixed__count=1, **flags)
+    assert {spec.role: spec.pinned_bytes for spec in plan.specs} == {
+        Role.PREFILL: pinned,
+        Role.DECODE: 0,
+        Role.MIXED: 0,
+    }
+    assert plan.arena_bytes == 800_000 + pinned
+
+
+def test_a_shard_alone_pins_unless_it_is_told_that_no_prompt_is_hot() -> None:
+    """How many decode shards there are, its own configuration need not tell."""
+    assert alone(Role.PREFILL, arena__bytes=800_000).specs[0].pinned_bytes == 100_000
+    off = alone(Role.PREFILL, arena__bytes=800_000, routing__hot_prompts="off")
+    assert off.specs[0].pinned_bytes == 0
+    assert alone(Role.DECODE).specs[0].pinned_bytes == 0
+
+
 def test_default_limits_shrink_to_the_model() -> None:
     limits = {(spec.max_input_tokens, spec.max_total_tokens) for spec in plan_of(positions=512).specs}
     assert limits == {(511, 512)}
@@ -159,7 +190,7 @@ def alone(role: Role, cpus: tuple[int, ...] = (), **flags: Any) -> Plan:
 
 def test_a_shard_alone_is_launched_as_up_would_at_the_address_it_is_given() -> None:
     (spec,) = alone(Role.PREFILL, arena__pull_listen="10.0.0.1:3101").launched
-    (like, _) = plan_of(arena__pull_listen="10.0.0.1:3101").specs
+    (like, _) = plan_of(arena__pull_listen="10.0.0.1:3101", routing__hot_prompts="on").specs
     assert (spec.shard, spec.host, spec.port) == ("prefill-7", "10.0.0.1", 3001)
     assert spec == replace(like, shard="prefill-7", host="10.0.0.1", port=3001)
 

@@ -123,6 +123,91 @@ def test_a_burst_of_100_requests_of_three_texts_needs_three_prefills() -> None:
     assert len(hot.hot(1.0)) == 3
 
 
+# --- pinned ------------------------------------------------------------------------------------
+
+
+def heated(text: str = "a", now_s: float = 0.0) -> HotPrompts:
+    """`text` came 20 times at once, which is more than 2 a second for a while."""
+    hot = HotPrompts()
+    arrive(hot, 20, itertools.repeat(now_s), text)
+    return hot
+
+
+def begun_pinned(hot: HotPrompts, handle: str = "owner", now_s: float = 0.0, **placed: object) -> None:
+    grant = replace(separated(handle, **placed), pinned=True)  # type: ignore[arg-type]
+    hot.began(ticket(handle), grant, RING, now_s)
+
+
+def test_a_prompt_of_a_hot_group_is_pinned_until_one_is() -> None:
+    hot = heated()
+    assert hot.pins(ticket("owner"), 0.0)
+    begun(hot, "plain")
+    assert hot.pins(ticket("owner"), 0.0)  # there is a record, but not a pinned one
+    begun_pinned(hot)
+    assert not hot.pins(ticket("next"), 0.0)
+    assert hot.pins(ticket("owner"), 0.0)  # decided again: its record replaces its own
+    hot.failed("owner")
+    assert hot.pins(ticket("next"), 0.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ticket("r", "b"),
+        ticket("r", tokens=31),
+        ticket("r", choice=Choice.MIXED),
+        ticket("r", splittable=False),
+        replace(ticket("r"), prompt_hash=""),
+        replace(ticket("r"), simhash=0),
+    ],
+)
+def test_what_is_not_hot_or_not_shared_is_not_pinned(other: Ticket) -> None:
+    hot = heated()
+    assert hot.pins(ticket("r"), 0.0)
+    assert not hot.pins(other, 0.0)
+
+
+def test_nothing_is_pinned_any_more_once_the_group_has_cooled_down() -> None:
+    hot = heated()
+    assert not hot.pins(ticket("r"), 100.0)
+
+
+def test_a_pinned_record_is_not_lost_however_much_its_ring_is_written() -> None:
+    hot = HotPrompts(HotRules(record_ttl_s=60.0, ring_records=2))
+    begun_pinned(hot)
+    for number in range(10):
+        begun(hot, f"h{number}", "xyz"[number % 3], record_bytes=RING)
+    assert owner_for(hot, now_s=59.9) == "owner"
+    assert owner_for(hot, now_s=60.0) is None
+
+
+def test_a_pinned_record_goes_with_its_incarnation_its_failure_and_a_readers_miss() -> None:
+    hot = heated()
+    begun_pinned(hot, epoch=5)
+    hot.lost("p0", 5)
+    assert (owner_for(hot), hot.pins(ticket("r"), 0.0)) == (None, True)
+    begun_pinned(hot, "second")
+    hot.ended(Completion("second", Outcome.FAILED), 0.0)
+    assert owner_for(hot) is None
+    begun_pinned(hot, "third")
+    shared = hot.record_for(ticket("reader"), 0.0)
+    assert shared is not None
+    hot.began(ticket("reader"), reading("reader", shared), 0, 0.0)
+    hot.ended(Completion("reader", Outcome.DONE, imported=False), 0.0)
+    assert (owner_for(hot), hot.pins(ticket("r"), 0.0)) == (None, True)
+
+
+def test_a_later_record_takes_a_pinned_ones_place_only_when_it_is_pinned_too_or_that_one_is_over() -> None:
+    hot = HotPrompts(HotRules(record_ttl_s=60.0))
+    begun_pinned(hot)
+    begun(hot, "plain", now_s=1.0)
+    assert owner_for(hot, now_s=1.0) == "owner"
+    begun_pinned(hot, "again", now_s=30.0)
+    assert owner_for(hot, now_s=60.0) == "again"
+    begun(hot, "late", now_s=90.0)
+    assert owner_for(hot, now_s=90.0) == "late"
+
+
 # --- when a record is gone ----------------------------------------------------------------------
 
 
@@ -519,9 +604,10 @@ class Anything(RuleBasedStateMachine):
         shard=st.sampled_from(["p0", "p1", "p2"]),
         epoch=st.integers(1, 3),
         record_bytes=st.integers(0, 200),
+        pinned=st.booleans(),
     )
     def a_request_is_granted(
-        self, handle: str, text: str, model: str, shard: str, epoch: int, record_bytes: int
+        self, handle: str, text: str, model: str, shard: str, epoch: int, record_bytes: int, pinned: bool
     ) -> None:
         one = ticket(handle, text, model=model)
         shared = self.hot.record_for(one, self.now_s)
@@ -531,7 +617,7 @@ class Anything(RuleBasedStateMachine):
             self.hot.began(one, reading(handle, shared), 0, self.now_s)
             return
         self.readable[handle] = (text, model)
-        grant = separated(handle, shard=shard, epoch=epoch, record_bytes=record_bytes)
+        grant = replace(separated(handle, shard=shard, epoch=epoch, record_bytes=record_bytes), pinned=pinned)
         self.hot.began(one, grant, RING, self.now_s)
 
     @rule(

@@ -12,6 +12,7 @@ from tests.unit.overlay_stand_ins.messages import (
     DECODE_BIAS,
     FINGERPRINT,
     OTHER_SLOTS,
+    OWN,
     PROMPT,
     SLOTS,
     SUM,
@@ -35,8 +36,8 @@ class Device:
 
     def __init__(self, host: Host, name: str, bias: int = 0, pinned_bytes: int = 0) -> None:
         self.streams = StepStreams()
-        path = DevicePath(self.streams, Registrar(FakeRuntime(), Log()))
-        self.shard = FlashShard(host, name, bias=bias, path=path, pinned_bytes=pinned_bytes)
+        self.path = DevicePath(self.streams, Registrar(FakeRuntime(), Log()))
+        self.shard = FlashShard(host, name, bias=bias, path=self.path, pinned_bytes=pinned_bytes)
 
     def copies(self) -> None:
         while self.streams.queued:
@@ -80,36 +81,33 @@ async def test_what_the_next_request_writes_into_the_blocks_is_not_exported(host
     assert decode.shard.report.imports == {"hit": 1}
 
 
-@pytest.mark.parametrize(("pinned_bytes", "result"), [(4096, "pinned"), (0, "ok"), (512, "ok")])
-async def test_a_record_is_pinned_from_a_device_where_there_is_room(
-    host: Host, pinned_bytes: int, result: str
-) -> None:
-    """512 bytes are too few for 5 tokens of 128 bytes."""
-    device = Device(host, "p", pinned_bytes=pinned_bytes)
-    device.shard.prefill(ask(pin_tag(1), max_new_tokens=1))
+async def test_records_are_pinned_from_a_device_as_long_as_there_is_room(host: Host) -> None:
+    """5 tokens of 128 bytes and what stands in front of them take 704: five of them fit into 4,096."""
+    device = Device(host, "p", pinned_bytes=4096)
+    for number in range(1, 7):
+        device.shard.prefill(ask(pin_tag(number), max_new_tokens=1))
     assert not published(host)
     device.copies()
+    device.shard.prefill(ask("", 9, slots=OTHER_SLOTS))
+    assert device.shard.report.exports == {"pinned": 5, "ok": 1}
+    reader = host.memory_bridge("reader", FINGERPRINT, 0)
+    assert [reader.lookup("p", 3, handle(n)).place.pinned for n in range(1, 7)] == [True] * 5 + [False]
+
+
+async def test_a_record_that_is_pinned_from_a_device_is_a_hit_after_a_turn_of_the_ring(host: Host) -> None:
+    """The ring goes round while the record is being copied, too."""
+    device = Device(host, "p", pinned_bytes=4096)
+    device.shard.prefill(ask(pin_tag(1), max_new_tokens=1))
+    for number in range(100, 250):
+        device.shard.prefill(ask(put_tag(number), 2, max_new_tokens=1, slots=OTHER_SLOTS))
+    device.copies()
     device.shard.prefill(ask("", 3, slots=OTHER_SLOTS))
-    assert device.shard.report.exports == {result: 1}
-    found = host.memory_bridge("reader", FINGERPRINT, 0).lookup("p", 3, handle(1))
-    assert found.place.pinned is (result == "pinned")
-    decode = Device(host, "d").shard
-    decode.prefill(ask(get_tag(1)))
-    assert decode.kv(SLOTS[:5]) == WHOLE_KV
-
-
-async def test_a_pinned_record_survives_what_goes_around_the_ring_while_it_is_copied(host: Host) -> None:
-    device, plain = Device(host, "p", pinned_bytes=4096), Device(host, "q")
-    for shard, tag in ((device.shard, pin_tag(1)), (plain.shard, put_tag(1))):
-        shard.prefill(ask(tag, max_new_tokens=1))
-    for one in (device, plain):
-        for number in range(100, 250):
-            one.shard.prefill(ask(put_tag(number), 2, max_new_tokens=1, slots=OTHER_SLOTS))
-        one.copies()
-        one.shard.prefill(ask("", 3, slots=OTHER_SLOTS))
-    assert published(host)
     assert device.shard.report.exports == {"ok": 150, "pinned": 1}
-    assert plain.shard.report.exports["overwritten"] >= 1
+    decode = Device(host, "d", DECODE_BIAS).shard
+    answered = tokens(decode.prefill(ask(get_tag(1)), ask(get_tag(100), 2, slots=OTHER_SLOTS)))
+    assert answered == {1: OWN, 2: OWN}
+    assert decode.kv(SLOTS[:5]) == WHOLE_KV
+    assert decode.report.imports == {"hit": 1, "overwritten": 1}
 
 
 async def test_a_long_answer_resumes_on_a_device(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,10 @@ def test_facts_survive_the_journey() -> None:
     assert wire.completion(wire.encode(completion)) == completion
     assert wire.grant(wire.encode(GRANT)) == GRANT
     assert wire.answer(wire.encode(GRANT)) == GRANT
+    pinned = replace(GRANT, pinned=True)
+    assert wire.grant(wire.encode(pinned)) == pinned
+    roomy = replace(VIEW, pinned_bytes=4096)
+    assert wire.view(wire.encode(roomy), "ready") == roomy
     assert wire.view(wire.encode(VIEW), "ready") == VIEW
     assert wire.mode(wire.encode(Mode(2, 64))) == Mode(2, 64)
     refusal = wire.Refusal("ab" * 16, Refuse("too_large", "Too | large."))

@@ -103,6 +103,7 @@ def test_legs_of_a_chat() -> None:
 @pytest.mark.parametrize("raw", [{}, {"model": "tgi"}, {"model": None}])
 def test_chat_without_an_adapter(raw: dict[str, Any]) -> None:
     assert redress.put_tag(Dialect.CHAT, raw, HANDLE) == PutTag(HANDLE, "")
+    assert redress.put_tag(Dialect.CHAT, raw, HANDLE, pinned=True) == PutTag(HANDLE, "", pinned=True)
 
 
 def test_cap_replaces_the_length_in_every_spelling() -> None:

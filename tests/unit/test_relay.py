@@ -14,7 +14,7 @@ from tgi_patches.bridge import Bridge, FirstToken, Planes
 from tgi_patches.bridge.memory import MemoryBridge, MemoryHost
 from tgi_patches.contract import BridgeMiss, Fingerprint, GetTag, MissReason, PutTag
 from tgi_patches.heads import Share
-from tgi_patches.relay import Imported, Outgoing, Relay, common_prefix, content_ids
+from tgi_patches.relay import Done, Imported, Outgoing, Relay, Reserve, common_prefix, content_ids
 
 FINGERPRINT = Fingerprint("smol", "r1", "tok", "float32", "float32", layers=1, kv_heads=1, head_dim=4)
 HANDLE = "0123456789abcdef" * 2
@@ -209,6 +209,92 @@ def test_a_record_over_the_limit_is_not_exported(pair: Pair) -> None:
     put(pair.put, kv=[bytes(RING_BYTES // 4), bytes(48)])
     assert pair.put.exports == {"layout": 1}
     assert pair.said == [("failed", HANDLE, "layout")]
+
+
+# --- pinned ---
+
+
+def pinning(pair: Pair, pinned_bytes: int = 4096) -> Relay:
+    """Shard `r`, with room for pinned records; each of this file takes 128 bytes and has 96 of KV."""
+    return pair.relay(pair.bridge("r", RING_BYTES, pinned_bytes=pinned_bytes))
+
+
+def put_pinned(relay: Relay, number: int = 1, kv: Sequence[bytes] = KV) -> None:
+    relay.put(PutTag(f"{number:032x}", pinned=True), PROMPT, lambda: outgoing(kv))
+
+
+def put_later(relay: Relay, number: int = 1, kv: Sequence[bytes] = KV) -> None:
+    """The other way out: the bytes arrive in a place that was reserved."""
+
+    def start(reserve: Reserve, done: Done) -> None:
+        reservation = reserve([len(plane) for plane in kv])
+        reservation.data[:] = b"".join(kv)
+        reservation.publish()
+        done(None)
+
+    relay.put_later(PutTag(f"{number:032x}", pinned=True), PROMPT, lambda: (FIRST, False), start)
+
+
+def is_pinned(pair: Pair, number: int = 1) -> bool:
+    return pair.bridge("d", 0).lookup("r", 1, f"{number:032x}").place.pinned
+
+
+WAYS = pytest.mark.parametrize("way", [put_pinned, put_later], ids=["at once", "later"])
+
+
+@WAYS
+def test_a_record_whose_tag_says_so_is_pinned_and_counted_apart(pair: Pair, way: Any) -> None:
+    relay = pinning(pair)
+    way(relay)
+    put(relay)
+    assert relay.exports == {"pinned": 1, "ok": 1}
+    assert pair.said == [("published", f"{1:032x}"), ("published", HANDLE)]
+    assert is_pinned(pair)
+    assert pair.warned == []
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("pinned_bytes", "kv", "reason"),
+    [(0, KV, "unsupported"), (4096, [bytes(48 * 50)] * 2, "layout")],
+    ids=["no region", "larger than the region"],
+)
+def test_what_cannot_be_pinned_goes_to_the_ring(
+    pair: Pair, way: Any, pinned_bytes: int, kv: list[bytes], reason: str
+) -> None:
+    relay = pinning(pair, pinned_bytes)
+    way(relay, kv=kv)
+    assert relay.exports == {"ok": 1}
+    assert pair.said == [("published", f"{1:032x}")]
+    assert not is_pinned(pair)
+    ((event, facts),) = pair.warned
+    assert (event, facts["handle"], facts["reason"]) == ("kv_not_pinned", f"{1:032x}", reason)
+
+
+@WAYS
+def test_a_full_region_lets_the_next_record_into_the_ring_until_the_first_one_expires(
+    pair: Pair, way: Any
+) -> None:
+    """Records of 3,120 bytes in a region of 4,096."""
+    relay, kv = pinning(pair), [bytes(1536)] * 2
+    for number in (1, 2):
+        way(relay, number, kv)
+    assert [is_pinned(pair, number) for number in (1, 2)] == [True, False]
+    pair.now_ns = round(TTL_S * 1e9)
+    way(relay, 3, kv)
+    assert is_pinned(pair, 3)
+    assert relay.exports == {"pinned": 2, "ok": 1}
+
+
+@WAYS
+def test_what_fits_nowhere_is_not_exported(pair: Pair, way: Any) -> None:
+    relay = pinning(pair)
+    way(relay, kv=[bytes(RING_BYTES // 4 // 48 * 48)] * 2)
+    assert relay.exports == {"layout": 1}
+    assert pair.said == [("failed", f"{1:032x}", "layout")]
+    bare = pair.relay(pair.bridge("e", 0))
+    way(bare)
+    assert bare.exports == {"unsupported": 1}
 
 
 # --- reasons, as they may come from anywhere ---

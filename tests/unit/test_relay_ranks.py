@@ -28,7 +28,16 @@ RING_BYTES = 1 << 16
 class Rank:
     """One rank of a shard: its heads of a KV pool, K = V + 0.5, and its arena."""
 
-    def __init__(self, folder: Path, shard: str, rank: int, ranks: int, *, heads_first: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shard: str,
+        rank: int,
+        ranks: int,
+        *,
+        heads_first: bool = False,
+        pinned_bytes: int = 0,
+    ) -> None:
         self.first, self.after = held(HEADS, ranks, rank)
         shape = (BLOCKS, BLOCK, self.after - self.first, DIM)
         pools = (torch.zeros(shape), torch.zeros(shape))
@@ -41,7 +50,9 @@ class Rank:
             head_dim=DIM,
             tensor_parallel=ranks,
         )
-        self.bridge = ArenaBridge(folder, "dep", shard, rank, EPOCH, fingerprint, RING_BYTES, 60.0)
+        self.bridge = ArenaBridge(
+            folder, "dep", shard, rank, EPOCH, fingerprint, RING_BYTES, 60.0, pinned_bytes=pinned_bytes
+        )
         self.pool = StagedPool([self.pools], heads_first=heads_first)
         self.relay = Relay(
             self.bridge,
@@ -68,9 +79,10 @@ class Rank:
                 target = pool[block, :, at] if self.heads_first else pool[block, at]
                 target.copy_(values[token])
 
-    def put(self) -> None:
-        self.relay.put(PutTag(HANDLE), PROMPT, lambda: Outgoing(self.pool.outbox(SLOTS), FIRST, ended=False))
-        assert self.relay.exports == {"ok": 1}
+    def put(self, *, pinned: bool = False) -> None:
+        tag = PutTag(HANDLE, pinned=pinned)
+        self.relay.put(tag, PROMPT, lambda: Outgoing(self.pool.outbox(SLOTS), FIRST, ended=False))
+        assert self.relay.exports == {"pinned" if pinned and self.bridge.pinned_bytes else "ok": 1}
 
     def get(self, slots: list[int]) -> str:
         def inbox(share: Share) -> StagedInbox:
@@ -111,6 +123,26 @@ def test_every_rank_has_its_heads_after_an_import(folder: Path, writers: int, re
         assert torch.equal(k[slots], kv[:, reader.first : reader.after] + 0.5)
         untouched = [slot for slot in range(BLOCKS * BLOCK) if slot not in slots]
         assert not v[untouched].any()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (2, 2), (3, 2)])
+def test_a_record_of_which_only_some_ranks_could_pin_their_part_is_a_hit(
+    folder: Path, writers: int, readers: int
+) -> None:
+    """Each looks the handle up in each arena, wherever it lies there."""
+    kv = whole_kv()
+    parts = []
+    for rank in range(writers):
+        writer = Rank(folder, "p", rank, writers, pinned_bytes=0 if rank else 8192)
+        writer.fill(kv)
+        writer.put(pinned=True)
+        parts.append(writer.bridge.own_lookup(HANDLE).place.pinned)
+    assert parts == [True] + [False] * (writers - 1)
+    slots = [0, 1, 2, 3, 8, 9, 10]
+    for rank in range(readers):
+        reader = Rank(folder, "d", rank, readers)
+        assert reader.get(slots) == "hit"
+        assert torch.equal(reader.rows()[1][slots], kv[:, reader.first : reader.after])
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (3, 2)])

@@ -140,7 +140,9 @@ def test_without_a_cost_model_everything_goes_in_turn() -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 3000), st.floats(0, 3), st.sampled_from([0, 0, 0, 1])), min_size=1, max_size=40
+        st.tuples(st.integers(1, 3000), st.floats(0, 3), st.sampled_from([0, 0, 0, 1])),
+        min_size=1,
+        max_size=40,
     )
 )
 def test_nobody_starves(arrivals: list[tuple[int, float, int]]) -> None:
@@ -341,7 +343,9 @@ def test_records_of_a_lost_incarnation_are_not_shared() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["arrive", "arrive", "run", "import", "end", "fail", "wait", "drain", "relaunch"]),
+            st.sampled_from(
+                ["arrive", "arrive", "run", "import", "end", "fail", "wait", "drain", "relaunch"]
+            ),
             st.integers(1, 900),
             st.integers(0, 5),
         ),

@@ -350,6 +350,44 @@ async def test_a_first_token_is_forced_on_a_miss_too(world: World) -> None:
     assert steps[0].import_result == "missing"
 
 
+async def test_a_first_token_that_is_not_the_records_is_forced_with_this_shards_logprob(
+    world: World, reference: Any
+) -> None:
+    import torch
+
+    source, target = bridges(world)
+    prefill, _ = world.model(source)
+    decode, _ = world.model(target)
+    ids, handle = ids_of(world.loaded, PROMPT), new_handle()
+    put = (await run(prefill, request(1, ids, 1, tag=str(PutTag(handle)))))[1]
+    other = put[0].token.id + 1
+    steps = (await run(decode, request(1, ids, 2, tag=str(GetTag(handle, "s0", 100, other)))))[1]
+    with torch.no_grad():
+        logprobs = reference(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    assert (steps[0].token.id, steps[0].import_result) == (other, "hit")
+    assert steps[0].token.logprob == pytest.approx(float(logprobs[other]), abs=1e-4)
+
+
+async def test_a_get_leg_that_names_no_token_samples_its_own(world: World) -> None:
+    """Of a record whose first token was drawn with another seed."""
+    alone, _ = world.model()
+    source, target = bridges(world)
+    prefill, _ = world.model(source)
+    decode, _ = world.model(target)
+    ids, handle = ids_of(world.loaded, PROMPT), new_handle()
+    hot = replace(SAMPLED, temperature=3.0)
+    await run(prefill, request(1, ids, 1, tag=str(PutTag(handle)), sampling=hot))
+    answers = set()
+    for seed in (1, 2, 3):
+        sampling = replace(hot, seed=seed)
+        wanted = (await run(alone, request(1, ids, 5, sampling=sampling)))[1]
+        tag = str(GetTag(handle, "s0", 100))
+        got = (await run(decode, request(1, ids, 5, tag=tag, sampling=sampling)))[1]
+        assert (tokens(got), got[0].import_result) == (tokens(wanted), "hit")
+        answers.add(tuple(tokens(got)))
+    assert len(answers) == 3
+
+
 async def test_an_old_epoch_and_other_tokens_are_counted_misses(world: World, reference: Any) -> None:
     source, target = bridges(world)
     prefill, _ = world.model(source)

@@ -55,6 +55,9 @@ UP: tuple[tuple[float, Observation], ...] = ((0.0, Launched("http://a:1")), (3.0
 def test_a_launched_shard_is_ready_with_its_first_answer() -> None:
     assert after(UP[0]).state == "starting"
     assert after(UP[0]).view() is None
+    roomy = after(UP[0], (3.0, Answered(replace(status(), pinned_bytes=4096)))).view()
+    assert roomy is not None
+    assert roomy.pinned_bytes == 4096
     ready = after(*UP)
     assert (ready.state, ready.epoch, ready.url) == ("ready", 7, "http://a:1")
 

@@ -236,6 +236,16 @@ async def test_a_full_queue_refuses_at_once(world: World, slow: Any, until: Unti
     assert one.waiting == 2
 
 
+async def test_shards_that_came_since_the_last_heartbeat_are_found_by_the_first_request(
+    world: World, serve: Serve, slow: Any
+) -> None:
+    queue = await world.gateway(timings=slow)
+    conductor = await world.leader()
+    task = asyncio.create_task(queue.submit(world.shards.ticket(queue)))
+    assert await serve(conductor, world.shards.pair()) == ["granted"]
+    assert (await task).decode.shard == "d0"
+
+
 async def test_without_any_known_shard_the_answer_is_unavailable(world: World, slow: Any) -> None:
     queue = await world.gateway(timings=slow)
     with pytest.raises(Unavailable, match="No shard"):

@@ -51,7 +51,7 @@ class Bed:
 
     def __init__(self, root: Path) -> None:
         options = (0, 1, FINGERPRINT, MEBIBYTE, 60.0)
-        self.writer = ArenaBridge(root, "dep", "p", *options, index_slots=16)
+        self.writer = ArenaBridge(root, "dep", "p", *options, index_slots=16, pinned_bytes=4096)
         self.reader = ArenaBridge(root, "dep", "d", *options, index_slots=16)
         self.streams = StepStreams()
         self.now_s = 0.0
@@ -62,16 +62,20 @@ class Bed:
             cache, self.streams, direct=lambda memory: direct, limits=limits, clock=lambda: self.now_s
         )
 
-    def reserve(self, number: int, tokens: int) -> Callable[[Sequence[int]], Reservation]:
+    def reserve(
+        self, number: int, tokens: int, *, pinned: bool = False
+    ) -> Callable[[Sequence[int]], Reservation]:
         return lambda sizes: self.writer.reserve(
-            handle(number), range(tokens), FIRST, False, sizes, checked=False
+            handle(number), range(tokens), FIRST, False, sizes, checked=False, pinned=pinned
         )
 
     def done(self, miss: BridgeMiss | None) -> None:
         self.outcomes.append("published" if miss is None else str(miss.reason))
 
-    def export(self, pool: DevicePool, number: int = 1, slots: Sequence[int] = SLOTS) -> None:
-        pool.export(slots, self.reserve(number, len(slots)), self.done)
+    def export(
+        self, pool: DevicePool, number: int = 1, slots: Sequence[int] = SLOTS, *, pinned: bool = False
+    ) -> None:
+        pool.export(slots, self.reserve(number, len(slots), pinned=pinned), self.done)
 
     def record(self, number: int = 1) -> Record:
         return self.reader.lookup("p", 1, handle(number))

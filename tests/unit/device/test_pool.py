@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.unit.bridge.one_file import handle
 from tests.unit.device.bed import FIRST, SLOTS, Bed, Pools, noise, pools, rows
-from tgi_patches.bridge import Reservation
+from tgi_patches.bridge import Record, Reservation
 from tgi_patches.contract import BridgeMiss, MissReason
 from tgi_patches.device.memory import address_of
 from tgi_patches.device.pool import Limits
@@ -110,6 +110,67 @@ def test_a_late_copy_is_told_as_failed_and_blocks_the_ring_until_it_ends(bed: Be
     assert bed.outcomes == ["error", "published"]
     with pytest.raises(BridgeMiss):
         bed.record(1)
+
+
+class Refusing:
+    """A place whose record cannot be published."""
+
+    valid = True
+    abandoned = False
+
+    def __init__(self, size_bytes: int) -> None:
+        self.data = memoryview(bytearray(size_bytes))
+
+    def publish(self, checksums: Sequence[int] = ()) -> Record:
+        raise BridgeMiss(MissReason.LAYOUT)
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+@DIRECT
+def test_a_place_whose_record_cannot_be_published_is_given_back(bed: Bed, direct: bool) -> None:
+    pool = bed.pool(pools(), direct=direct)
+    place = Refusing(sum(pool.row_bytes) * len(SLOTS))
+    pool.export(SLOTS, lambda sizes: place, bed.done)
+    bed.streams.step()
+    pool.poll()
+    assert (bed.outcomes, place.abandoned) == (["layout"], True)
+
+
+@DIRECT
+def test_a_record_is_copied_into_the_pinned_region(bed: Bed, direct: bool) -> None:
+    cache = pools()
+    pool = bed.pool(cache, direct=direct)
+    bed.export(pool, pinned=True)
+    bed.streams.step()
+    pool.poll()
+    assert bed.outcomes == ["published"]
+    assert bed.record().place.pinned
+    assert bed.read() == rows(cache, SLOTS)
+
+
+@DIRECT
+def test_the_pinned_place_of_a_late_copy_is_free_and_not_written_until_the_copy_ends(
+    bed: Bed, direct: bool
+) -> None:
+    cache = pools()
+    pool = bed.pool(cache, direct=direct)
+    bed.export(pool, pinned=True)
+    held = bed.writer.pinned_free_bytes
+    bed.now_s = 5.0
+    pool.poll()
+    assert bed.outcomes == ["error"]
+    assert bed.writer.pinned_free_bytes == 4096 > held
+    with pytest.raises(BridgeMiss, match="never ended"):
+        bed.export(pool, 2, pinned=True)
+    assert bed.writer.pinned_free_bytes == 4096
+    bed.streams.step()
+    bed.export(pool, 3, pinned=True)
+    bed.streams.step()
+    pool.poll()
+    assert bed.outcomes == ["error", "published"]
+    assert bed.read(3) == rows(cache, SLOTS)
 
 
 def test_a_buffer_that_the_device_may_still_write_to_is_not_used_again(bed: Bed) -> None:

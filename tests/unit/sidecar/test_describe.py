@@ -43,6 +43,13 @@ def test_the_smallest_ring_bounds_a_record() -> None:
     assert (found.ring_bytes, found.record_limit_bytes) == (8192, 2048)
 
 
+def test_the_pinned_regions_of_all_ranks_are_told_and_none_of_a_shard_whose_records_do_not_flow() -> None:
+    found = status([report(0, 2, pinned_bytes=8192), report(1, 2, pinned_bytes=4096)])
+    assert found.pinned_bytes == 8192
+    assert status([report(0, 2, pinned_bytes=8192), None]).pinned_bytes == 0
+    assert status([report(0, 2), report(1, 2)]).pinned_bytes == 0
+
+
 def test_limits_are_the_router_s_once_it_has_told_them() -> None:
     reports = [report(0, 2), report(1, 2)]
     assert status(reports).limits == Limits(80, 90, 8, max_best_of=3)
@@ -125,6 +132,11 @@ def test_any_rank_may_ask_for_a_relaunch() -> None:
         ([{"ok": 5}, {"ok": 5}], {"ok": 5}),
         ([{"ok": 5}, {"ok": 4, "error": 1}], {"ok": 4, "error": 1}),
         ([{"ok": 1}, {"error": 1}], {"error": 1}),
+        ([{"ok": 2, "pinned": 3}, {"ok": 2, "pinned": 3}], {"ok": 2, "pinned": 3}),
+        ([{"pinned": 3}, {"ok": 1, "pinned": 2}], {"ok": 1, "pinned": 2}),
+        ([{"pinned": 1}, {"ok": 1}], {"ok": 1}),
+        ([{"pinned": 2}, {"pinned": 1, "error": 1}], {"pinned": 1, "error": 1}),
+        ([{"pinned": 2}], {"pinned": 2}),
         ([{"hit": 3, "missing": 2}, {"hit": 3, "ranks": 2}], {"hit": 3, "missing": 2, "ranks": 2}),
     ],
 )
