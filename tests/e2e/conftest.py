@@ -39,6 +39,8 @@ class CommandLine:
             "ORCHESTRATOR_GATEWAY__LISTEN": "127.0.0.1:0",
             "ORCHESTRATOR_MODEL__ID": str(self.model),
             "ORCHESTRATOR_MODEL__DTYPE": "float32",
+            # The small model is served mixed wherever the cost model may choose.
+            "ORCHESTRATOR_ROUTING__CHOICE": "separated",
             "TMPDIR": str(self.state_home),
         }
 

@@ -191,6 +191,7 @@ def hosts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "ORCHESTRATOR_DEPLOYMENT": name,
         "ORCHESTRATOR_MODEL__ID": str(tiny_model),
         "ORCHESTRATOR_MODEL__DTYPE": "float32",
+        "ORCHESTRATOR_ROUTING__CHOICE": "separated",
     }
     with _namespaces() as (a, b, reached):
         made = Hosts(a, b, f"http://{reached}:{GATEWAY_PORT}", env, key_file, folder)
