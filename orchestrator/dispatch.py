@@ -17,7 +17,7 @@ import structlog
 
 from orchestrator.core.cost import Costs
 from orchestrator.core.costbook import CostBook
-from orchestrator.core.routing import Mode
+from orchestrator.core.decision import Mode
 from orchestrator.core.scheduling import Scheduler
 from orchestrator.core.shard import Watched
 from orchestrator.core.ticket import Grant, ShardView

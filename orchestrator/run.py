@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from orchestrator.core import request
+from orchestrator.core.decision import Mode
 from orchestrator.core.estimate import PromptSize
 from orchestrator.core.redress import Dialect
 from orchestrator.core.request import Event, State
-from orchestrator.core.routing import Mode
 from orchestrator.core.sse import comment, openai_event, tgi_event
 from orchestrator.core.ticket import Choice, Grant, Leg, Relayed, SharedRecord
 from orchestrator.core.validation import GenerateParameters

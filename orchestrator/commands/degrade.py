@@ -21,8 +21,8 @@ from orchestrator.access.keys import PRIORITIES
 from orchestrator.commands.common import folder_of, running_state
 from orchestrator.config import Loaded, hidden
 from orchestrator.core import degraded
+from orchestrator.core.decision import Mode
 from orchestrator.core.degraded import HIGHEST, LEVELS, Load
-from orchestrator.core.routing import Mode
 from orchestrator.errors import ConfigError
 from orchestrator.queues.mode import ModeKey
 

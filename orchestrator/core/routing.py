@@ -6,138 +6,27 @@ request is split whenever it can be, and the least loaded shards take it.  Reaso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 
-from orchestrator.core.fleet import BY_RANK, OPEN, Capacity, Fleet, Room, Way, capacity
+from orchestrator.core.decision import (
+    Decision,
+    Hint,
+    Mode,
+    Policy,
+    Refuse,
+    Request,
+    Wait,
+    capped,
+)
+from orchestrator.core.fleet import BY_RANK, OPEN, Fleet, Room, Way
+from orchestrator.core.pairing import Pair, pair_for
 from orchestrator.core.predict import Prediction, cheaper, mixed_s, separated_s
 from orchestrator.core.ticket import EMBEDDED, Choice, Grant, Leg, ShardView, SharedRecord, Ticket
 from tgi_patches.contract import Role
 
-__all__ = [
-    "Capacity",
-    "Decision",
-    "Hint",
-    "Mode",
-    "Policy",
-    "Refuse",
-    "Wait",
-    "capacity",
-    "decide",
-    "first_come",
-    "release",
-    "reserve",
-]
-
 _MIXED_ORDER = (Role.MIXED, Role.DECODE, Role.PREFILL)
 _ONE_TOKEN_ORDER = (Role.PREFILL, Role.MIXED, Role.DECODE)
 """A request of one token is all prefill."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """What holds for every request at the moment."""
-
-    level: int = 0
-    """0 is normal; higher is more degraded."""
-    output_cap: int | None = None
-    """Most tokens an answer may have now; None for the request's own number."""
-    shed_below: int | None = None
-    """Requests of a lower priority than this are refused; None refuses none."""
-    auto: bool = True
-    """The leading conductor chooses the level; otherwise an operator has set it."""
-    reason: str = ""
-    """Why it is not normal, in a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What a deployment wants of routing."""
-
-    choice: Choice | None = None
-    """Split whenever it can be, or never; None asks the cost model."""
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Not now: the request keeps its place in the queue."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Never: no shard could hold the request even if it were idle."""
-
-    reason: str
-    detail: str
-    """One sentence for the client."""
-
-
-Decision = Grant | Wait | Refuse
-
-
-def always_open(_room: Room, _prompt_tokens: int) -> bool:
-    """Where prefill shards take whatever has room."""
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """What a scheduler knows beyond the shards.  Without one, everything is open and nothing is hot."""
-
-    gate: Callable[[Room, int], bool] = always_open
-    """May a prompt of so many tokens be let through to this prefill shard now?"""
-    ajar: Collection[str] | None = None
-    """Prefill shards whose gate may be open; None for all."""
-    shared: SharedRecord | None = None
-    """A record of the same prompt."""
-    only: Collection[str] | None = None
-    """Decode shards that the request has to keep to; None for all."""
-    avoid: Collection[str] = ()
-    """Decode shards that others need more."""
-    holder: str = ""
-    """The prefill shard that computed this prompt's beginning before."""
-    new_tokens: int = 128
-    """How many tokens an answer has, on the average."""
-    ahead_s: float = 0.0
-    """Prefill of those that wait for the same window before this one."""
-
-
-@dataclass(slots=True)  # never changed; not frozen, which costs each request three times as much
-class _Request:
-    """A ticket's needs under the present mode."""
-
-    ticket: Ticket
-    max_new_tokens: int
-    policy: Policy
-    hint: Hint
-    _kv: dict[int, int] = field(default_factory=dict)
-
-    def kv_tokens(self, room: Room) -> int:
-        """Prompt and output in whole blocks of this shard's pool."""
-        block = room.block
-        tokens = self._kv.get(block)
-        if tokens is None:
-            tokens = -(-(self.ticket.prompt_tokens + self.max_new_tokens) // block) * block
-            self._kv[block] = tokens
-        return tokens
-
-    def record_bytes(self, room: Room) -> int:
-        return self.ticket.prompt_tokens * room.view.bytes_per_token
-
-    @property
-    def new_tokens(self) -> int:
-        """That the answer will probably have."""
-        return min(self.max_new_tokens, self.hint.new_tokens)
-
-    @property
-    def choice(self) -> Choice | None:
-        return self.ticket.choice or self.policy.choice
-
-
 _PLAIN_POLICY = Policy()
 _PLAIN_HINT = Hint()
 _NORMAL = Mode()
@@ -154,7 +43,7 @@ def decide(
     """The shards for `ticket`, from a snapshot with all reservations in it."""
     fleet = shards if isinstance(shards, Fleet) else Fleet(shards)
     allowed = capped(ticket.max_new_tokens, mode or _NORMAL)
-    request = _Request(ticket, allowed, policy or _PLAIN_POLICY, hint or _PLAIN_HINT)
+    request = Request(ticket, allowed, policy or _PLAIN_POLICY, hint or _PLAIN_HINT)
     if _too_large(request, fleet):
         return _refusal(request, fleet)
     if not fleet.ready:
@@ -189,11 +78,6 @@ def first_come(
             fleet.book(decision)
 
 
-def capped(max_new_tokens: int, mode: Mode) -> int:
-    """Output tokens under the mode's cap; at least one."""
-    return max_new_tokens if mode.output_cap is None else max(1, min(max_new_tokens, mode.output_cap))
-
-
 def reserve(shards: Iterable[ShardView], grant: Grant) -> tuple[ShardView, ...]:
     """The snapshot with `grant` booked on the incarnations it names."""
     return tuple(_book(view, grant, +1) for view in shards)
@@ -219,7 +103,7 @@ def _is_leg(view: ShardView, leg: Leg) -> bool:
 # --- which way ----------------------------------------------------------------------------------
 
 
-def _obstacle(request: _Request, fleet: Fleet) -> str:
+def _obstacle(request: Request, fleet: Fleet) -> str:
     """The word why the request is served mixed whatever the load; empty where a pair could serve it idle."""
     if not request.ticket.splittable:
         return "unsplittable"
@@ -242,7 +126,7 @@ def _obstacle(request: _Request, fleet: Fleet) -> str:
     return furthest[1]
 
 
-def _between(request: _Request, way: Way, prefill: Room, decode: Room) -> Way:
+def _between(request: Request, way: Way, prefill: Room, decode: Room) -> Way:
     """The way between two shards, or what keeps them from serving the request when idle."""
     if way[0] != OPEN:
         return way
@@ -253,9 +137,9 @@ def _between(request: _Request, way: Way, prefill: Room, decode: Room) -> Way:
     return way
 
 
-def _either(request: _Request, fleet: Fleet) -> Grant | Wait:
+def _either(request: Request, fleet: Fleet) -> Grant | Wait:
     """A pair, or one shard where the cost model says that splitting does not pay."""
-    pair = _pair(request, fleet)
+    pair = pair_for(request, fleet)
     # What is hot is split, so that there is a record to share.
     compared = fleet.priced and request.choice is None and request.hint.only is None
     whole = _cheapest_whole(request, fleet) if compared else None
@@ -275,7 +159,7 @@ def _either(request: _Request, fleet: Fleet) -> Grant | Wait:
     return _split_grant(request, pair, predictions)
 
 
-def _full_reason(request: _Request, fleet: Fleet) -> str:
+def _full_reason(request: Request, fleet: Fleet) -> str:
     with_room = [room for room in fleet.by_role[Role.DECODE] if room.takes(request.kv_tokens(room))]
     only = request.hint.only
     if only is not None and not any(room.view.shard in only for room in with_room):
@@ -286,90 +170,7 @@ def _full_reason(request: _Request, fleet: Fleet) -> str:
 # --- separated ----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Pair:
-    prefill: Room
-    decode: Room
-    pull: str
-    now: bool
-    """False: the prefill shard takes no further prompt of this length at the moment."""
-
-
-def _pair(request: _Request, fleet: Fleet) -> _Pair | None:
-    """The prefill shard that is free first with the decode shard that steps fastest, both with room.
-
-    Shards that take the prompt now go before those whose window is closed.
-    """
-    prefills = fleet.by_role[Role.PREFILL]
-    ajar, gate, tokens = request.hint.ajar, request.hint.gate, request.ticket.prompt_tokens
-    taking = prefills if ajar is None else [room for room in prefills if room.view.shard in ajar]
-    for prefill in _by_turn(request, taking):
-        if gate(prefill, tokens) and (pair := _with_decode(request, fleet, prefill, now=True)) is not None:
-            return pair
-    for prefill in sorted(prefills, key=BY_RANK):
-        if (pair := _with_decode(request, fleet, prefill, now=False)) is not None:
-            return pair
-    return None
-
-
-def _with_decode(request: _Request, fleet: Fleet, prefill: Room, *, now: bool) -> _Pair | None:
-    record_bytes = request.record_bytes(prefill)
-    if not (prefill.exports(record_bytes) and prefill.fits(record_bytes)):
-        return None
-    decode = _decode_for(request, fleet, prefill)
-    return None if decode is None else _Pair(prefill, *decode, now=now)
-
-
-def _by_turn(request: _Request, prefills: Sequence[Room]) -> Iterator[Room]:
-    """By rank; the holder of the prompt's beginning first, unless it has much more to do than the others."""
-    if len(prefills) < 2:
-        yield from prefills
-        return
-    first = min(prefills, key=BY_RANK)
-    holder = request.hint.holder
-    if holder and holder != first.view.shard:
-        own = next((room for room in prefills if room.view.shard == holder), None)
-        if own is not None and _bounded(own, prefills):
-            yield own
-    yield first
-    yield from sorted(prefills, key=BY_RANK)[1:]
-
-
-LOAD_BOUND = 1.25
-"""Of the mean load, one prompt aside: beyond it a prefix is no reason to wait (bounded-load hashing)."""
-
-
-def _bounded(room: Room, prefills: Sequence[Room]) -> bool:
-    return room.records <= LOAD_BOUND * sum(each.records for each in prefills) / len(prefills)
-
-
-def _decode_for(request: _Request, fleet: Fleet, prefill: Room) -> tuple[Room, str] | None:
-    """The decode shard for records of `prefill`, and where it pulls them from.
-
-    Arenas that both map go first, unless the shard there is slower by more than the pull takes.
-    """
-    paths = fleet.paths(prefill)
-    only, avoid = request.hint.only, request.hint.avoid
-    if paths.all_in_place and only is None and not avoid:
-        first = min(fleet.decodes, key=BY_RANK)
-        if first.takes(request.kv_tokens(first)):
-            return first, ""
-    best: tuple[tuple[bool, float, bool, int, int], Room, str] | None = None
-    bytes_ = request.record_bytes(prefill)
-    for room, (far, pull) in zip(fleet.decodes, paths.ways, strict=True):
-        name = room.view.shard
-        if far != OPEN or (only is not None and name not in only) or not room.takes(request.kv_tokens(room)):
-            continue
-        load, legs, order = room.rank
-        if pull and room.costs.pull is not None:
-            load += room.costs.pull.seconds(bytes_) / max(request.new_tokens, 1)
-        rank = (name in avoid, load, bool(pull), legs, order)
-        if best is None or rank < best[0]:
-            best = rank, room, pull
-    return None if best is None else best[1:]
-
-
-def _of_pair(request: _Request, pair: _Pair) -> Prediction:
+def _of_pair(request: Request, pair: Pair) -> Prediction:
     return separated_s(
         pair.prefill,
         pair.decode,
@@ -381,7 +182,7 @@ def _of_pair(request: _Request, pair: _Pair) -> Prediction:
     )
 
 
-def _split_grant(request: _Request, pair: _Pair, predicted: dict[str, float]) -> Grant:
+def _split_grant(request: Request, pair: Pair, predicted: dict[str, float]) -> Grant:
     return Grant(
         handle=request.ticket.handle,
         choice=Choice.SEPARATED,
@@ -396,7 +197,7 @@ def _split_grant(request: _Request, pair: _Pair, predicted: dict[str, float]) ->
     )
 
 
-def _shared(request: _Request, fleet: Fleet) -> Grant | None:
+def _shared(request: Request, fleet: Fleet) -> Grant | None:
     """A decode shard that reads the record of an earlier request in place."""
     shared = request.hint.shared
     assert shared is not None, "asked for where there is one"
@@ -436,7 +237,7 @@ def _own_first_token(ticket: Ticket, shared: SharedRecord, owner: ShardView) -> 
 # --- mixed --------------------------------------------------------------------------------------
 
 
-def _mixed(request: _Request, fleet: Fleet, order: Sequence[Role], reason: str) -> Grant | None:
+def _mixed(request: Request, fleet: Fleet, order: Sequence[Role], reason: str) -> Grant | None:
     """The least loaded shard with room, of the first role in `order` that has one."""
     for role in order:
         with_room = [room for room in fleet.by_role[role] if room.takes(request.kv_tokens(room))]
@@ -451,7 +252,7 @@ def _fill(room: Room) -> tuple[float, int, int]:
     return max(kv, room.slots / max(room.limit.slots, 1)), room.legs, room.order
 
 
-def _cheapest_whole(request: _Request, fleet: Fleet) -> tuple[Room, Prediction] | None:
+def _cheapest_whole(request: Request, fleet: Fleet) -> tuple[Room, Prediction] | None:
     """The shard that would serve the request best by itself, without a prefill shard's help."""
     best: tuple[Room, Prediction] | None = None
     tokens, new = request.ticket.prompt_tokens, request.new_tokens
@@ -475,7 +276,7 @@ def _cheapest_whole(request: _Request, fleet: Fleet) -> tuple[Room, Prediction] 
     return best
 
 
-def _whole_grant(request: _Request, room: Room, reason: str, predicted: dict[str, float]) -> Grant:
+def _whole_grant(request: Request, room: Room, reason: str, predicted: dict[str, float]) -> Grant:
     return Grant(
         handle=request.ticket.handle,
         choice=Choice.MIXED,
@@ -492,7 +293,7 @@ def _whole_grant(request: _Request, room: Room, reason: str, predicted: dict[str
 # --- never --------------------------------------------------------------------------------------
 
 
-def _too_large(request: _Request, fleet: Fleet) -> bool:
+def _too_large(request: Request, fleet: Fleet) -> bool:
     """By the roomiest pool: blocks are whole, so each shard is asked only where it is close."""
     tokens = request.ticket.prompt_tokens + request.max_new_tokens
     if tokens + 1024 <= fleet.most_kv_tokens:
@@ -505,7 +306,7 @@ def _blocks(tokens: int, view: ShardView) -> int:
     return -(-tokens // block) * block
 
 
-def _refusal(request: _Request, fleet: Fleet) -> Refuse:
+def _refusal(request: Request, fleet: Fleet) -> Refuse:
     tokens = request.ticket.prompt_tokens + request.max_new_tokens
     return Refuse(
         "too_large",

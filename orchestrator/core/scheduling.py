@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from orchestrator.core.batching import Windows, limit_of
 from orchestrator.core.cost import PrefillCost
+from orchestrator.core.decision import Hint, Mode, Policy, Refuse, Wait
 from orchestrator.core.fleet import Fleet, Ways
 from orchestrator.core.hot_prompts import HotPrompts
 from orchestrator.core.pending import Pending, Place
-from orchestrator.core.routing import Hint, Mode, Policy, Refuse, Wait, decide
+from orchestrator.core.routing import decide
 from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, SharedRecord, Ticket
 from tgi_patches.contract import Role
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from orchestrator.core.routing import Mode
+from orchestrator.core.decision import Mode
 from orchestrator.core.shard import Watched
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.core.routing import Policy
+from orchestrator.core.decision import Policy
 from orchestrator.core.ticket import Choice
 from orchestrator.settings import Settings
 

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import structlog
 
-from orchestrator.core.routing import Mode
+from orchestrator.core.decision import Mode
 from orchestrator.core.ticket import Grant, Outcome, ShardView
 from orchestrator.metrics.folder import SnapshotFolder
 from orchestrator.metrics.tally import Tally

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.core.routing import Capacity, capacity
+from orchestrator.core.fleet import Capacity, capacity
 from orchestrator.core.shard import Watched
 from orchestrator.core.ticket import Completion, Grant, Leg, Relayed, ShardView, Ticket
 from orchestrator.queues import scripts, wire

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import structlog
 
+from orchestrator.core.decision import Mode, Refuse
 from orchestrator.core.pending import Place
-from orchestrator.core.routing import Mode, Refuse
 from orchestrator.core.shard import Watched
 from orchestrator.core.snapshot import Reserved
 from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket

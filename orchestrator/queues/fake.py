@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from dataclasses import replace
 
-from orchestrator.core.routing import Decision, Mode, Refuse, decide, first_come, release, reserve
+from orchestrator.core.decision import Decision, Mode, Refuse
+from orchestrator.core.routing import decide, first_come, release, reserve
 from orchestrator.core.shard import ShardState
 from orchestrator.core.ticket import Completion, Grant, Outcome, Relayed, ShardView, Ticket
 from orchestrator.errors import Unavailable

@@ -15,7 +15,8 @@ from typing import Any, Self
 
 import structlog
 
-from orchestrator.core.routing import Mode, Policy, Refuse, decide, first_come
+from orchestrator.core.decision import Mode, Policy, Refuse
+from orchestrator.core.routing import decide, first_come
 from orchestrator.core.ticket import Completion, Grant, Outcome, Relayed, ShardView, Ticket
 from orchestrator.errors import OrchestratorError, Unavailable, Unreachable
 from orchestrator.queues import calls, wire

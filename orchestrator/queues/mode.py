@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from orchestrator.core.routing import Mode
+from orchestrator.core.decision import Mode
 from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.queues import calls, wire
 from orchestrator.queues.address import Command

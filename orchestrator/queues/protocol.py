@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Protocol
 
-from orchestrator.core.routing import Mode
+from orchestrator.core.decision import Mode
 from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket
 
 

@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import structlog
 
-from orchestrator.core.routing import Mode, reserve
+from orchestrator.core.decision import Mode
+from orchestrator.core.routing import reserve
 from orchestrator.core.ticket import Grant, ShardView
 from orchestrator.queues import wire
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import orjson
 
 from orchestrator.core.cost import Costs, DecodeCost, PrefillCost, RelayCost
-from orchestrator.core.routing import Mode, Refuse
+from orchestrator.core.decision import Mode, Refuse
 from orchestrator.core.ticket import (
     Choice,
     Completion,

@@ -18,8 +18,8 @@ from orchestrator.bench.scheduler.served import START_S, Result
 from orchestrator.bench.scheduler.simulation import Delays, Simulation
 from orchestrator.bench.scheduler.workload import Arrival
 from orchestrator.core.cost import Costs, DecodeCost, PrefillCost, RelayCost
+from orchestrator.core.decision import Mode, Refuse
 from orchestrator.core.hot_prompts import HotPrompts
-from orchestrator.core.routing import Mode, Refuse
 from orchestrator.core.scheduling import Scheduler
 from orchestrator.core.ticket import Choice, Grant, Leg, ShardView, SharedRecord, Ticket
 

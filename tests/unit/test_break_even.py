@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.cost import Costs, DecodeCost, PrefillCost, RelayCost
+from orchestrator.core.decision import Hint, Mode, Policy, Refuse, Wait
 from orchestrator.core.fleet import Fleet
-from orchestrator.core.routing import Hint, Mode, Policy, Refuse, Wait, decide
-from orchestrator.core.ticket import Choice, Grant, Leg, SharedRecord, ShardView, Ticket
+from orchestrator.core.routing import decide
+from orchestrator.core.ticket import Choice, Grant, Leg, ShardView, SharedRecord, Ticket
 from tests.unit.test_routing import D0, D1, M0, P0, P1, legs, ticket
 
 # 10 ms + 1 ms a token; a step of 20 ms + 1 ms a sequence; 2 ms + 1 GB/s in place, 50 ms + 1 MB/s from afar.

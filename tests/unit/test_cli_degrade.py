@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 from orchestrator.cli import app
 from orchestrator.commands.degrade import Wish, redis_url_of, refused, wanted_mode
 from orchestrator.config import load_settings
+from orchestrator.core.decision import Mode
 from orchestrator.core.degraded import mode_of
-from orchestrator.core.routing import Mode
 from orchestrator.deployment.state import State, StateFolder, started_ticks
 from orchestrator.errors import ConfigError, Unreachable
 from tgi_patches.contract import Role, ShardSpec

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.core.decision import Mode
 from orchestrator.core.degraded import (
     HIGHEST,
     LEVELS,
@@ -21,7 +22,6 @@ from orchestrator.core.degraded import (
     needed,
     told,
 )
-from orchestrator.core.routing import Mode
 from orchestrator.core.ticket import ShardView
 from tgi_patches.contract import Fingerprint, Limits, Role
 

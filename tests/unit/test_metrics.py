@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrator.core.routing import Mode
+from orchestrator.core.decision import Mode
 from orchestrator.core.ticket import Choice, Grant, Leg, Outcome
 from orchestrator.errors import ConfigError
 from orchestrator.metrics import Metrics

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from orchestrator.core.routing import Mode, Refuse
+from orchestrator.core.decision import Mode, Refuse
 from orchestrator.core.ticket import (
     Choice,
     Completion,

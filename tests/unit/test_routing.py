@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.routing import Mode, Refuse, Wait, decide, first_come, release, reserve
+from orchestrator.core.decision import Mode, Refuse, Wait
+from orchestrator.core.routing import decide, first_come, release, reserve
 from orchestrator.core.shard import ShardState
 from orchestrator.core.ticket import Choice, Grant, ShardView, Ticket
 from tgi_patches.contract import Fingerprint, Limits, Role

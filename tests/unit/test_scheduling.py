@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.cost import Costs, DecodeCost, PrefillCost
+from orchestrator.core.decision import Mode, Policy, Refuse
 from orchestrator.core.hot_prompts import HotPrompts, HotRules
 from orchestrator.core.pending import Place
-from orchestrator.core.routing import Mode, Policy, Refuse, release, reserve
+from orchestrator.core.routing import release, reserve
 from orchestrator.core.scheduling import PATIENCE, Scheduler, Tuning
 from orchestrator.core.ticket import Choice, Completion, Grant, Outcome, Relayed, ShardView, Ticket, relayed
 from tests.unit.test_routing import D0, D1, M0, P0, P1, legs, view

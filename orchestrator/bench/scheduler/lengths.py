@@ -16,7 +16,7 @@ from orchestrator.bench.scheduler.served import Result, Served
 from orchestrator.bench.scheduler.simulation import Delays, Simulation
 from orchestrator.bench.scheduler.workload import ANSWERS, PROMPTS, capacity_per_s, steady
 from orchestrator.core.cost import Costs, PrefillCost
-from orchestrator.core.routing import Policy
+from orchestrator.core.decision import Policy
 from orchestrator.core.scheduling import Scheduler
 from orchestrator.core.ticket import Choice
 

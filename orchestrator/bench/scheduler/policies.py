@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from orchestrator.core.decision import Mode, Refuse
 from orchestrator.core.pending import Place
-from orchestrator.core.routing import Mode, Refuse, first_come
+from orchestrator.core.routing import first_come
 from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket
 
 

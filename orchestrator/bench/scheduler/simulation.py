@@ -17,8 +17,9 @@ from orchestrator.bench.scheduler.fleet import BYTES_PER_TOKEN, Fleet
 from orchestrator.bench.scheduler.policies import SchedulingPolicy
 from orchestrator.bench.scheduler.served import START_S, Result, Served
 from orchestrator.bench.scheduler.workload import Arrival
+from orchestrator.core.decision import Mode, Refuse
 from orchestrator.core.pending import Place
-from orchestrator.core.routing import Mode, Refuse, release, reserve
+from orchestrator.core.routing import release, reserve
 from orchestrator.core.ticket import (
     Choice,
     Completion,

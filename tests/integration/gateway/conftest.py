@@ -18,7 +18,7 @@ import uvicorn
 
 from orchestrator.api.app import GatewaySettings, create_app
 from orchestrator.api.connection import ClientConnection
-from orchestrator.core.routing import Decision
+from orchestrator.core.decision import Decision
 from orchestrator.core.sse import Event, Parser
 from orchestrator.core.ticket import Completion, Grant, Relayed, SharedRecord, Ticket
 from orchestrator.queues import FakeQueue

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core.routing import Mode
+from orchestrator.core.decision import Mode
 from orchestrator.core.ticket import Outcome
 from orchestrator.shards.fake import FIRST_ID, Part
 from tgi_patches.contract import GetTag, PutTag, Role, parse_tag

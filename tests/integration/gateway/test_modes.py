@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.api import jobs
-from orchestrator.core.routing import Decision, Mode
+from orchestrator.core.decision import Decision, Mode
 from orchestrator.core.ticket import Choice, Grant, Outcome, Relayed, Ticket
 from orchestrator.shards.fake import Part
 from tgi_patches.contract import Role

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 
-from orchestrator.core.routing import Refuse
+from orchestrator.core.decision import Refuse
 from orchestrator.core.shard import ShardState, Watched
 from orchestrator.core.ticket import Choice, Completion, Grant, Leg, Outcome, Relayed, ShardView, Ticket
 from orchestrator.embedded.redis import EmbeddedRedis

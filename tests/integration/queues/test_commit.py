@@ -253,7 +253,7 @@ async def test_without_any_known_shard_the_answer_is_unavailable(world: World, s
 
 
 async def test_a_conductors_refusal_reaches_the_waiter(world: World, slow: Any, until: Until) -> None:
-    from orchestrator.core.routing import Refuse
+    from orchestrator.core.decision import Refuse
 
     conductor = await world.leader()
     queue = await world.gateway(timings=slow)

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from orchestrator.cli import app
+from orchestrator.core.decision import Mode
 from orchestrator.core.degraded import mode_of
-from orchestrator.core.routing import Mode
 from orchestrator.core.shard import ShardState
 from orchestrator.deployment.state import State, StateFolder, started_ticks
 from orchestrator.errors import ConfigError, Unreachable

@@ -11,8 +11,8 @@ import pytest
 from orchestrator.core import degraded
 from orchestrator.core.cost import Costs, DecodeCost, PrefillCost
 from orchestrator.core.costbook import CostBook, profile
+from orchestrator.core.decision import Mode, Policy
 from orchestrator.core.hot_prompts import HotPrompts
-from orchestrator.core.routing import Mode, Policy
 from orchestrator.core.scheduling import Scheduler
 from orchestrator.core.ticket import Choice, Completion, Grant, Outcome, Relayed, ShardView, Ticket
 from orchestrator.queues import GatewayQueue

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core.routing import Mode, Refuse, decide
+from orchestrator.core.decision import Mode, Refuse
+from orchestrator.core.routing import decide
 from orchestrator.core.ticket import Grant
 from orchestrator.queues import Deposed, Timings
 from orchestrator.queues.conductor import Commit
