@@ -62,7 +62,8 @@ def test_the_group_behind_begins_when_the_last_record_before_it_is_imported() ->
     assert window.done("a", now_s=1.0)
     assert (set(window.running.prompts), window.running.begun_s) == ({"b", "c"}, 1.0)
     assert window.takes(5000, 90), "nothing waits behind the running group now"
-    assert window.done("b", now_s=2.0) and set(window.running.prompts) == {"c"}
+    assert window.done("b", now_s=2.0)
+    assert set(window.running.prompts) == {"c"}
     assert not window.done("b", now_s=2.0)
 
 
@@ -83,9 +84,11 @@ def test_a_group_that_nobody_reports_is_taken_for_done_when_it_should_be() -> No
     window.overdue(COST, now_s=0.099)
     assert set(window.running.prompts) == {"a"}
     window.overdue(COST, now_s=0.120)
-    assert set(window.running.prompts) == {"b"} and abs(window.running.begun_s - 0.1) < 1e-9
+    assert set(window.running.prompts) == {"b"}
+    assert abs(window.running.begun_s - 0.1) < 1e-9
     window.overdue(COST, now_s=0.151)
-    assert not window.running.prompts and window.takes(1000, 90)
+    assert not window.running.prompts
+    assert window.takes(1000, 90)
     unknown = Window(epoch=1)
     unknown.let_through("a", 90, now_s=0.0)
     unknown.overdue(None, now_s=1e6)
@@ -172,7 +175,8 @@ def test_what_waits_is_shared_among_the_prefill_shards() -> None:
     windows.let_through("b", "p0", 80)
     assert not windows.gate(two[0], 70)
     two = begun(windows, busy(), busy(P1), now_s=0.0, waiting_tokens=700)
-    assert windows.gate(two[0], 70) and not windows.gate(two[0], 96)
+    assert windows.gate(two[0], 70)
+    assert not windows.gate(two[0], 96)
 
 
 def test_without_a_measurement_a_group_is_as_much_as_the_longest_prompt() -> None:
@@ -182,7 +186,8 @@ def test_without_a_measurement_a_group_is_as_much_as_the_longest_prompt() -> Non
     windows.begin(found, 10_000, now_s=0.0)
     windows.let_through("a", "p0", 150)
     windows.let_through("b", "p0", 150)
-    assert windows.gate(found[0], 50) and not windows.gate(found[0], 51)
+    assert windows.gate(found[0], 50)
+    assert not windows.gate(found[0], 51)
     assert windows.opens_s() is None
 
 

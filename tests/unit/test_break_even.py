@@ -232,4 +232,7 @@ def test_whatever_it_costs_nothing_is_promised_twice(
         assert decision.max_new_tokens == min(new, cap or new)
         assert decision.kv_tokens >= prompt + decision.max_new_tokens
     for kv, slots, bytes_, records in promised.values():
-        assert kv <= 1600 and slots <= 4 and bytes_ <= 20_000 and slots + records <= 8
+        assert kv <= 1600
+        assert slots <= 4
+        assert bytes_ <= 20_000
+        assert slots + records <= 8

@@ -271,7 +271,8 @@ def test_a_burst_of_three_texts_has_three_prefills() -> None:
     prefills = [handle for handle, grant in world.grants.items() if grant.prefill is not None]
     assert (len(world.grants), prefills) == (100, ["hot0", "hot1", "hot2"])
     shared = [grant for grant in world.grants.values() if grant.shared is not None]
-    assert len(shared) == 97 and {grant.reason for grant in shared} == {"shared"}
+    assert len(shared) == 97
+    assert {grant.reason for grant in shared} == {"shared"}
     for handle, grant in world.grants.items():
         text = int(handle.removeprefix("hot")) % 3
         assert grant.shared is None or grant.shared.handle == f"hot{text}"
@@ -320,7 +321,8 @@ def test_an_owner_that_failed_is_replaced_by_the_next_request() -> None:
     assert world.grants["hot3"].prefill is not None
     world.arrive(third)
     world.run()
-    assert world.grants["hot6"].shared is not None and world.grants["hot6"].shared.handle == "hot3"
+    assert world.grants["hot6"].shared is not None
+    assert world.grants["hot6"].shared.handle == "hot3"
 
 
 def test_records_of_a_lost_incarnation_are_not_shared() -> None:
@@ -385,13 +387,12 @@ def test_every_ticket_is_waiting_granted_or_over_and_no_shard_is_overfull(
             elif what != "import":
                 world.end(handle, Outcome.DONE if what == "end" else Outcome.FAILED, generated_tokens=tokens)
                 over += 1
-        states = {s.shard: s for s in world.shards}
         assert len(world.scheduler.pending) + len(world.held) + over == arrived
         for shard in world.shards:
-            assert shard.reserved_kv_tokens <= shard.kv_tokens and shard.reserved_slots <= shard.slots
+            assert shard.reserved_kv_tokens <= shard.kv_tokens
+            assert shard.reserved_slots <= shard.slots
             assert shard.outstanding_bytes <= shard.ring_bytes // 2
             assert shard.reserved_slots + shard.outstanding_records <= shard.limits.max_concurrent_requests
-        del states
 
 
 def test_nothing_is_granted_on_a_draining_or_suspect_shard() -> None:
@@ -408,9 +409,9 @@ def test_nothing_is_granted_on_a_draining_or_suspect_shard() -> None:
 def test_what_never_fits_is_refused_and_what_follows_is_served() -> None:
     world = World(P, D)
     world.arrive(ticket("huge", 2000), ticket("small", 10))
-    decided = dict(
-        (one.handle, type(decision)) for one, decision in world.scheduler.decide(world.shards, NORMAL, 0.0)
-    )
+    decided = {
+        one.handle: type(decision) for one, decision in world.scheduler.decide(world.shards, NORMAL, 0.0)
+    }
     assert decided == {"small": Grant, "huge": Refuse}
 
 
