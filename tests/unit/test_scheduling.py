@@ -133,9 +133,11 @@ def test_a_higher_class_goes_before_a_shorter_prompt() -> None:
 
 def test_without_a_cost_model_everything_goes_in_turn() -> None:
     world = World(replace(P0, **ROOMY), replace(D0, **ROOMY))
-    world.arrive(ticket("long", 3000), ticket("short", 20), ticket("middle", 500))
-    # Each waits behind the one before it: a window of one longest prompt, 4,000 tokens.
-    assert world.run() == ["long", "short", "middle"][:2] or world.grants
+    world.arrive(ticket("long", 3000), ticket("short", 20), ticket("middle", 70), ticket("other", 500))
+    # Behind the first one a group of alike prompts, up to the longest that the shard takes.
+    assert world.run() == ["long", "short", "middle"]
+    world.imported("long")
+    assert world.run() == ["other"]
 
 
 @settings(deadline=None, max_examples=60)
