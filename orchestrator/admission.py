@@ -124,7 +124,6 @@ class Admission:
             simhash=simhash(words),
             prefix=prompt.prefix(job.dialect, job.raw, words),
             choice=job.choice,
-            greedy=valid.greedy,
         )
 
     def may_answer(self, leg: Leg) -> bool:

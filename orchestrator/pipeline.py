@@ -184,7 +184,7 @@ class Pipeline:
         run.step(Event.PUT_SENT)
         run.enter("prefill")
         job = run.job
-        tag = redress.put_tag(job.dialect, job.raw, run.handle)
+        tag = redress.put_tag(job.dialect, job.raw, run.handle, pinned=run.grant.pinned)
         body = redress.put_body(job.dialect, job.raw, tag, run.seed)
         async with self._stream(run, run.prefill, body) as events:
             before, payload = await legs.until_token(run, events)
@@ -239,7 +239,7 @@ class Pipeline:
         job = run.job
         run.step(Event.PUT_SENT)
         run.enter("prefill")
-        put_tag = redress.put_tag(job.dialect, job.raw, run.handle)
+        put_tag = redress.put_tag(job.dialect, job.raw, run.handle, pinned=run.grant.pinned)
         put = await self._post(run, run.prefill, redress.put_body(job.dialect, job.raw, put_tag, run.seed))
         run.first_token_s = run.wall()
         reason = redress.finish_reason(job.dialect, put.json())

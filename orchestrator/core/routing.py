@@ -21,7 +21,7 @@ from orchestrator.core.decision import (
 from orchestrator.core.fleet import BY_RANK, OPEN, Fleet, Room, Way
 from orchestrator.core.pairing import Pair, pair_for
 from orchestrator.core.predict import Prediction, cheaper, mixed_s, separated_s
-from orchestrator.core.ticket import EMBEDDED, Choice, Grant, Leg, ShardView, SharedRecord, Ticket
+from orchestrator.core.ticket import Choice, Grant, Leg, ShardView, Ticket
 from tgi_patches.contract import Role
 
 _MIXED_ORDER = (Role.MIXED, Role.DECODE, Role.PREFILL)
@@ -202,7 +202,7 @@ def _shared(request: Request, fleet: Fleet) -> Grant | None:
     shared = request.hint.shared
     assert shared is not None, "asked for where there is one"
     owner = fleet.room(shared.owner)
-    if owner is None or not _own_first_token(request.ticket, shared, owner.view):
+    if owner is None:
         return None
     only = request.hint.only
     found = [
@@ -227,11 +227,6 @@ def _shared(request: Request, fleet: Fleet) -> Grant | None:
         shared=shared,
         predicted={"record": owner.queue_s} if owner.costs.prefill is not None else {},
     )
-
-
-def _own_first_token(ticket: Ticket, shared: SharedRecord, owner: ShardView) -> bool:
-    """TGI's server begins with the token that stands in the record: right where both take the likeliest."""
-    return owner.engine == EMBEDDED or (ticket.greedy and shared.greedy)
 
 
 # --- mixed --------------------------------------------------------------------------------------

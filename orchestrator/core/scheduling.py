@@ -159,12 +159,13 @@ class Scheduler:
 
     def _take(self, ticket: Ticket, grant: Grant, fleet: Fleet, now_s: float) -> None:
         fleet.book(grant)
+        view = None if grant.prefill is None else fleet.rooms[grant.prefill.shard].view
         if self.hot is not None:
-            ring_bytes = 0 if grant.prefill is None else fleet.rooms[grant.prefill.shard].view.ring_bytes
-            self.hot.began(ticket, grant, ring_bytes, now_s)
-        if grant.prefill is None:
+            grant.pinned = view is not None and view.pinned_bytes > 0 and self.hot.pins(ticket, now_s)
+            self.hot.began(ticket, grant, 0 if view is None else view.ring_bytes, now_s)
+        if view is None:
             return
-        shard = grant.prefill.shard
+        shard = view.shard
         if self.tuning.windows:
             self._windows.let_through(ticket.handle, shard, ticket.prompt_tokens)
         if ticket.prefix:

@@ -98,7 +98,7 @@ class SharedRecords:
         ring.written += 1
         if share:
             most_bytes = ring.written_bytes + int(self._ring_share * ring_bytes)
-            shared = SharedRecord(ticket.handle, owner, ticket.greedy)
+            shared = SharedRecord(ticket.handle, owner)
             expires_s = now_s + self._ttl_s
             most_records = ring.written + self._ring_records
             self._add(_Record(prompt, shared, ring, most_bytes, most_records, expires_s, grant.pinned))

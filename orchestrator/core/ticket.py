@@ -49,8 +49,6 @@ class Ticket:
     """Equal for prompts that become the same tokens under the same adapter: they may share a record."""
     simhash: int = 0
     """64 bits, few of which differ between prompts that are nearly the same (core.fingerprint); 0: none."""
-    greedy: bool = False
-    """Every token is the likeliest one: nothing about sampling was asked for."""
     prefix: int = 0
     """Equal for prompts that begin with the same text; 0 for those too short to matter."""
     choice: Choice | None = None
@@ -159,8 +157,6 @@ class SharedRecord:
 
     handle: str
     owner: Leg
-    greedy: bool = False
-    """Its first token is the likeliest one, whatever the sampling of whoever reads it."""
 
 
 @dataclass(slots=True)  # never changed; not frozen, which costs each request three times as much

@@ -93,12 +93,6 @@ class ValidParameters:
     adapter_id: str | None
     ignore_eos_token: bool = False
 
-    @property
-    def greedy(self) -> bool:
-        """The next token is the likeliest one as the model sees it: nothing bends what it says."""
-        bent = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.watermark
-        return not (self.do_sample or bent or self.grammar is not None)
-
 
 def validate_parameters(
     params: GenerateParameters, limits: Limits, *, inputs: str | None = None, stream: bool = False

@@ -132,9 +132,7 @@ def _grant(raw: dict[str, Any]) -> Grant:
     known["prefill"] = None if prefill is None else Leg(**_known(Leg, prefill))
     shared = raw.get("shared")
     if shared is not None:
-        known["shared"] = SharedRecord(
-            shared["handle"], Leg(**_known(Leg, shared["owner"])), bool(shared.get("greedy"))
-        )
+        known["shared"] = SharedRecord(shared["handle"], Leg(**_known(Leg, shared["owner"])))
     return Grant(**known)
 
 

@@ -422,3 +422,22 @@ def test_windows_can_be_switched_off(windows: bool) -> None:
     world = World(BIG_P, BIG_D, tuning=Tuning(windows=windows))
     world.arrive(*[ticket(f"h{n}", 500) for n in range(4)])
     assert len(world.run()) == (1 if windows else 4)
+
+
+def test_the_record_of_a_hot_prompt_is_pinned_where_the_shard_has_room_for_that() -> None:
+    for pinned_bytes in (1_000_000, 0):
+        world = hot_world()
+        world.shards = tuple(replace(shard, pinned_bytes=pinned_bytes) for shard in world.shards)
+        for one in burst(60):
+            world.now_s += 0.01
+            world.arrive(one)
+            world.run()
+        assert not any(grant.pinned for grant in world.grants.values()), "nothing was hot when they began"
+        for text in range(3):
+            world.end(f"hot{text}", Outcome.FAILED)
+        world.arrive(*[replace(one, handle=f"late{number}") for number, one in enumerate(burst(3))])
+        world.now_s += 0.5
+        world.run()
+        late = [world.grants[f"late{number}"] for number in range(3)]
+        assert [grant.prefill is not None for grant in late] == [True] * 3
+        assert [grant.pinned for grant in late] == [pinned_bytes > 0] * 3
