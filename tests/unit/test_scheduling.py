@@ -436,8 +436,9 @@ def test_the_record_of_a_hot_prompt_is_pinned_where_the_shard_has_room_for_that(
         for text in range(3):
             world.end(f"hot{text}", Outcome.FAILED)
         world.arrive(*[replace(one, handle=f"late{number}") for number, one in enumerate(burst(3))])
-        world.now_s += 0.5
-        world.run()
+        for _ in range(2):
+            world.now_s += 0.25
+            world.run()
         late = [world.grants[f"late{number}"] for number in range(3)]
         assert [grant.prefill is not None for grant in late] == [True] * 3
         assert [grant.pinned for grant in late] == [pinned_bytes > 0] * 3
