@@ -147,7 +147,7 @@ class Fleet:
         self.views = tuple(shards)
         working = [view for view in self.views if view.state == ShardState.READY]
         self.priced = bool(working) and all(_priced(view) for view in working)
-        """Every ready shard has a cost model: choices are made by predicted seconds."""
+        """What every ready shard does is known: choices are made by predicted seconds."""
         names = sorted(view.shard for view in working) if len(working) > 1 else ()
         places = {name: place for place, name in enumerate(names)}
         self.ready = [Room(view, places.get(view.shard, 0), priced=self.priced) for view in working]
@@ -186,8 +186,10 @@ class Fleet:
 
 
 def _priced(view: ShardView) -> bool:
-    costs = view.costs
-    return costs is not None and costs.prefill is not None and costs.decode is not None
+    """It is known what the phases of its role take."""
+    costs = view.costs or UNPRICED
+    computes = costs.prefill is not None or view.role is Role.DECODE
+    return computes and (costs.decode is not None or view.role is Role.PREFILL)
 
 
 # --- pairs --------------------------------------------------------------------------------------

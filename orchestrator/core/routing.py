@@ -263,7 +263,7 @@ def _cheapest_whole(request: Request, fleet: Fleet) -> tuple[Room, Prediction] |
         if not rooms:
             continue
         room = min(rooms, key=BY_RANK)
-        if not room.takes(request.kv_tokens(room)):
+        if room.costs.prefill is None or not room.takes(request.kv_tokens(room)):
             continue
         found = mixed_s(room, prompt_tokens=tokens, new_tokens=new)
         if best is None or found.cost_s < best[1].cost_s:

@@ -100,7 +100,18 @@ def test_without_a_cost_model_of_every_ready_shard_a_request_is_split() -> None:
     assert way(grant_of(ticket(100, 60), P0, D0)) == SPLIT
     assert way(grant_of(ticket(100, 60), P, D0)) == SPLIT
     assert way(grant_of(ticket(100, 60), P, priced(D0, Costs(prefill=COSTS.prefill)))) == SPLIT
+    assert way(grant_of(ticket(100, 60), P, D, priced(M0, Costs(prefill=COSTS.prefill)))) == SPLIT
     assert way(grant_of(ticket(100, 60), P, D, priced(D1, None, state="starting"))) == MIXED
+
+
+def test_what_a_role_does_not_do_need_not_be_known() -> None:
+    prefill = priced(P0, Costs(prefill=COSTS.prefill))
+    assert way(grant_of(ticket(100, 60), prefill, D)) == MIXED
+    # What decode shards take for a prompt is unknown: they are not asked to compute one.
+    decode = priced(D0, Costs(decode=COSTS.decode))
+    grant = grant_of(ticket(100, 60), prefill, decode)
+    assert way(grant) == SPLIT
+    assert list(grant.predicted) == [Choice.SEPARATED]
 
 
 def test_a_mixed_shard_competes_where_costs_are_known() -> None:
