@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import orjson
 import structlog
 
+from orchestrator.access.keys import PRIORITIES
 from orchestrator.core import prompt
 from orchestrator.core.estimate import Estimator
 from orchestrator.core.fingerprint import identity, simhash
@@ -98,7 +99,7 @@ class Admission:
         job, limits = run.job, self.limits()
         shed_below = self._queue.mode.shed_below
         if shed_below is not None and job.priority < shed_below:
-            raise Shed(shed_below)
+            raise Shed(next((name for name, number in PRIORITIES.items() if number == shed_below), "higher"))
         check_batch(job.choices, limits)
         valid = validate_parameters(job.parameters, limits, inputs=job.inputs, stream=job.stream)
         run.prompt_tokens = await self._prompt_tokens(job, valid, limits)

@@ -42,7 +42,7 @@ OVER = frozenset({"duplicate", "gone"})
 
 
 class Dispatch:
-    """Decides tickets while its conductor leads.  Times are wall-clock seconds."""
+    """Decides tickets while its conductor leads.  Times are of the monotonic clock."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Dispatch:
                 ended = arrived.completions or arrived.relayed
                 # Nobody waited and nothing ended: there can only be less room than the books say, if any.
                 at_once = self._books_stand and not self.waiting and not ended
-                self._scheduler.add(arrived.tickets, time.time())
+                self._scheduler.add(arrived.tickets, time.monotonic())
                 more = await self._decide(at_once=at_once and self.waiting > 0)
                 if self.waiting >= BACKLOG and not more:
                     await asyncio.sleep(max(0.0, begun_s + PASS_EVERY_S - clock()))
@@ -96,10 +96,17 @@ class Dispatch:
                 log.warning("scheduling_paused", error=str(error))
                 term = ""
                 await asyncio.sleep(self._retry_s)
+            except Deposed:
+                raise
+            except Exception:
+                # Supervision: shards serve on, and gateways help their own tickets meanwhile.
+                log.exception("scheduling_failed")
+                term = ""
+                await asyncio.sleep(self._retry_s)
 
     async def claim(self, *, everything: bool) -> None:
         """Take over what other conductors were given, or all that was not decided."""
-        self._scheduler.add(await self._queue.claim(everything=everything), time.time())
+        self._scheduler.add(await self._queue.claim(everything=everything), time.monotonic())
 
     def lost(self, shard: str, epoch: int) -> None:
         """An incarnation is gone."""
@@ -120,11 +127,15 @@ class Dispatch:
         return [view for view in views if view is not None]
 
     def measured_shards(self) -> list[ShardView]:
-        """The same with the prefill batches that were measured, to be shown."""
+        """The same with what is shown besides: measured prefill batches, and hot groups that keep to them."""
+        hot = self._scheduler.hot_groups(time.monotonic())
         found = []
         for view in self.plain_shards():
             requests, tokens = self._costs.batches(view.shard) or (0.0, 0.0)
-            found.append(replace(view, batch_requests=requests, batch_tokens=tokens) if requests else view)
+            groups = hot[view.shard]
+            if requests or groups:
+                view = replace(view, batch_requests=requests, batch_tokens=tokens, hot_groups=groups)
+            found.append(view)
         return found
 
     def _view(self, watched: Watched) -> ShardView | None:
@@ -152,7 +163,7 @@ class Dispatch:
             return math.inf
         longest_s = self._queue.timings.own_decision_s / 2
         opens_s = self._scheduler.opens_s()
-        return longest_s if opens_s is None else max(0.001, min(longest_s, opens_s - time.time()))
+        return longest_s if opens_s is None else max(0.001, min(longest_s, opens_s - time.monotonic()))
 
     async def _decide(self, *, at_once: bool) -> bool:
         """One pass over the queue; True when another one can bring more at once.
@@ -166,7 +177,7 @@ class Dispatch:
             self.books = await self._queue.books(scheduler.pending.first(HEADS))
             scheduler.forget(self.books.gone)
         books, shards = self.books, self.shards()
-        decided = list(islice(scheduler.decide(shards, books.mode, time.time()), PASS_MOST))
+        decided = list(islice(scheduler.decide(shards, books.mode, time.monotonic()), PASS_MOST))
         views = {view.shard: view for view in shards}
         await self._commit(
             [Commit(ticket, one, _named(one, views)) for ticket, one in decided if isinstance(one, Grant)]
@@ -190,9 +201,9 @@ class Dispatch:
         except (Unreachable, Deposed):
             # Whatever of it was committed is heard of when its tickets are claimed anew.
             for one in commits:
-                self._scheduler.failed(one.ticket, time.time())
+                self._scheduler.failed(one.ticket, time.monotonic())
             raise
-        now_s = time.time()
+        now_s = time.monotonic()
         for one, result in zip(commits, results, strict=True):
             if result == "granted":
                 self._scheduler.granted(one.ticket, one.grant, now_s)
@@ -204,7 +215,7 @@ class Dispatch:
 
     def _hear(self, arrived: Arrived) -> None:
         """What became of requests that were granted."""
-        now_s = time.time()
+        now_s = time.monotonic()
         for relayed in arrived.relayed:
             self._scheduler.relayed(relayed, now_s)
             self._costs.relayed(relayed, now_s)

@@ -88,9 +88,9 @@ class Overloaded(GatewayError):
 class Shed(Overloaded):
     """The deployment's mode keeps what is left for requests of a higher priority."""
 
-    def __init__(self, shed_below: int) -> None:
+    def __init__(self, priority: str) -> None:
         super().__init__(
-            f"The deployment is degraded and serves only requests of priority {shed_below} or higher now: "
+            f"The deployment is degraded and serves only requests of priority {priority} or higher now: "
             "try again later.",
             retry_after="5",
         )

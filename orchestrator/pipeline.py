@@ -15,6 +15,7 @@ import structlog
 from orchestrator import legs
 from orchestrator.admission import Admission, GatewaySettings
 from orchestrator.core import redress
+from orchestrator.core.decision import capped
 from orchestrator.core.passage import Passage
 from orchestrator.core.redress import FirstToken, Json
 from orchestrator.core.request import Event
@@ -116,7 +117,7 @@ class Pipeline:
         run.mode, run.degraded = self._queue.mode, self._queue.degraded is not None
         self.metrics.granted(grant)
         # What was granted is for all answers together.
-        allowed = max(1, grant.max_new_tokens // run.job.choices)
+        allowed = max(1, capped(grant.max_new_tokens, run.mode) // run.job.choices)
         if allowed < run.max_new_tokens:
             run.cap = run.max_new_tokens = allowed
             self.metrics.capped()

@@ -201,8 +201,8 @@ class GatewaySection(Section):
 class SloSection(Section):
     """Objectives that routing tries to keep; None leaves the cheapest way."""
 
-    ttft_ms: float | None = Field(None, gt=0)
-    tpot_ms: float | None = Field(None, gt=0)
+    ttft_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tpot_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
 
 
 class RoutingSection(Section):

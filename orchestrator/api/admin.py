@@ -33,6 +33,7 @@ _SHARD_FIELDS = (
     "outstanding_bytes",
     "batch_requests",
     "batch_tokens",
+    "hot_groups",
 )
 
 

@@ -95,14 +95,17 @@ class Window:
                 return True
         return False
 
-    def overdue(self, cost: PrefillCost | None, now_s: float) -> None:
-        """What is never said to be imported must not hold others back for ever."""
+    def overdue(self, cost: PrefillCost | None, now_s: float) -> list[str]:
+        """What is never said to be imported must not hold others back for ever; the handles of it."""
+        given_up: list[str] = []
         while self.running.prompts and (expected_s := self.running.seconds(cost)):
             end_s = self.running.begun_s + OVERDUE * expected_s
             if end_s > now_s:
-                return
+                break
+            given_up += self.running.prompts
             self.running.prompts.clear()
             self._advance(end_s)
+        return given_up
 
     def left_s(self, cost: PrefillCost | None, now_s: float) -> float:
         """Until the shard has computed all that was let through."""
@@ -162,7 +165,8 @@ class Windows:
                 self._drop(shard)
                 window = self._windows[shard] = Window(room.view.epoch)
             cost = room.costs.prefill
-            window.overdue(cost, now_s)
+            for handle in window.overdue(cost, now_s):
+                self._where.pop(handle, None)
             known = self._limits.get(shard)
             if known is None or known[0] is not cost:
                 self._limits[shard] = cost, limit_of(room)

@@ -149,9 +149,9 @@ def decide(
 def told(load: Load, rules: Rules | None = None) -> str:
     """What the level follows from, in a sentence."""
     rules = rules or Rules()
-    sentence = f"{int(100 * load.capacity)} % of the decode capacity is ready"
+    sentence = f"{int(100 * load.capacity)} % of the decode capacity was ready"
     if load.fullness >= rules.crowded[0]:
-        sentence += f" and the queue is {int(100 * load.fullness)} % full"
+        sentence += f" and the queue was {int(100 * load.fullness)} % full"
     return sentence + "."
 
 

@@ -15,33 +15,31 @@ class Pair:
     prefill: Room
     decode: Room
     pull: str
-    now: bool
-    """False: the prefill shard takes no further prompt of this length at the moment."""
+    obstacle: str = ""
+    """Why the prefill shard does not take the prompt at the moment."""
 
 
 def pair_for(request: Request, fleet: Fleet) -> Pair | None:
     """The prefill shard that is free first with the decode shard that steps fastest, both with room.
 
-    Shards that take the prompt now go before those whose window is closed.
+    Shards that take the prompt now go before those that do not.  None where no decode shard has room.
     """
     prefills = fleet.by_role[Role.PREFILL]
     ajar, gate, tokens = request.hint.ajar, request.hint.gate, request.ticket.prompt_tokens
     taking = prefills if ajar is None else [room for room in prefills if room.view.shard in ajar]
     for prefill in _by_turn(request, taking):
-        if gate(prefill, tokens) and (pair := _with_decode(request, fleet, prefill, now=True)) is not None:
-            return pair
+        record_bytes = request.record_bytes(prefill)
+        if prefill.exports(record_bytes) and prefill.fits(record_bytes) and gate(prefill, tokens):
+            decode = _decode_for(request, fleet, prefill)
+            if decode is not None:
+                return Pair(prefill, *decode)
     for prefill in sorted(prefills, key=BY_RANK):
-        if (pair := _with_decode(request, fleet, prefill, now=False)) is not None:
-            return pair
+        record_bytes = request.record_bytes(prefill)
+        decode = _decode_for(request, fleet, prefill) if prefill.fits(record_bytes) else None
+        if decode is not None:
+            full = not prefill.exports(record_bytes)
+            return Pair(prefill, *decode, obstacle="prefill_full" if full else "prefill_window")
     return None
-
-
-def _with_decode(request: Request, fleet: Fleet, prefill: Room, *, now: bool) -> Pair | None:
-    record_bytes = request.record_bytes(prefill)
-    if not (prefill.exports(record_bytes) and prefill.fits(record_bytes)):
-        return None
-    decode = _decode_for(request, fleet, prefill)
-    return None if decode is None else Pair(prefill, *decode, now=now)
 
 
 def _by_turn(request: Request, prefills: Sequence[Room]) -> Iterator[Room]:

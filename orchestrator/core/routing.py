@@ -48,7 +48,8 @@ def decide(
         return _refusal(request, fleet)
     if not fleet.ready:
         return Wait("no_shard_ready")
-    if request.hint.shared is not None and (grant := _shared(request, fleet)) is not None:
+    shares = request.hint.shared is not None and request.choice is not Choice.MIXED
+    if shares and (grant := _shared(request, fleet)) is not None:
         return grant
     obstacle = _obstacle(request, fleet)
     if obstacle:
@@ -150,21 +151,21 @@ def _either(request: Request, fleet: Fleet) -> Grant | Wait:
             predictions[Choice.MIXED.value] = whole[1].finish_s
             if cheaper(whole[1], split, request.policy.ttft_s, request.policy.tpot_s):
                 return _whole_grant(request, whole[0], "break_even", predictions)
-    if pair is None or not pair.now:
-        reason = _full_reason(request, fleet) if pair is None else "prefill_window"
-        if pair is None or not fleet.priced:
-            # A shard launched for mixed work takes what finds no pair with room.
-            return _mixed(request, fleet, (Role.MIXED,), reason) or Wait(reason)
-        return Wait(reason)
-    return _split_grant(request, pair, predictions)
+    if pair is not None and not pair.obstacle:
+        return _split_grant(request, pair, predictions)
+    reason = _full_reason(request, fleet) if pair is None else pair.obstacle
+    if pair is None or not fleet.priced:
+        # A shard launched for mixed work takes what finds no pair with room.
+        return _mixed(request, fleet, (Role.MIXED,), reason) or Wait(reason)
+    return Wait(reason)
 
 
 def _full_reason(request: Request, fleet: Fleet) -> str:
-    with_room = [room for room in fleet.by_role[Role.DECODE] if room.takes(request.kv_tokens(room))]
-    only = request.hint.only
-    if only is not None and not any(room.view.shard in only for room in with_room):
-        return "hot_full"
-    return "prefill_full" if with_room else "decode_full"
+    """No decode shard has room: of all, or of those that a hot prompt has to keep to."""
+    if request.hint.only is None:
+        return "decode_full"
+    with_room = any(room.takes(request.kv_tokens(room)) for room in fleet.decodes)
+    return "hot_full" if with_room else "decode_full"
 
 
 # --- separated ----------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def _of_pair(request: Request, pair: Pair) -> Prediction:
         record_bytes=request.record_bytes(pair.prefill),
         new_tokens=request.new_tokens,
         pull=bool(pair.pull),
-        ahead_s=0.0 if pair.now else request.hint.ahead_s,
+        ahead_s=request.hint.ahead_s if pair.obstacle else 0.0,
     )
 
 
@@ -260,15 +261,24 @@ def _cheapest_whole(request: Request, fleet: Fleet) -> tuple[Room, Prediction] |
                 for room in rooms
                 if room.view.shard not in avoid and (only is None or room.view.shard in only)
             ]
-        if not rooms:
-            continue
-        room = min(rooms, key=BY_RANK)
-        if room.costs.prefill is None or not room.takes(request.kv_tokens(room)):
+        room = _quickest(request, rooms)
+        if room is None or room.costs.prefill is None:
             continue
         found = mixed_s(room, prompt_tokens=tokens, new_tokens=new)
         if best is None or found.cost_s < best[1].cost_s:
             best = room, found
     return best
+
+
+def _quickest(request: Request, rooms: Sequence[Room]) -> Room | None:
+    """The least loaded one with room."""
+    if not rooms:
+        return None
+    first = min(rooms, key=BY_RANK)
+    if first.takes(request.kv_tokens(first)):
+        return first
+    with_room = [room for room in rooms if room.takes(request.kv_tokens(room))]
+    return min(with_room, key=BY_RANK, default=None)
 
 
 def _whole_grant(request: Request, room: Room, reason: str, predicted: dict[str, float]) -> Grant:

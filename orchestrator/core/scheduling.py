@@ -6,7 +6,7 @@ Order: by turn, shorter prompts a little earlier; through a window per prefill s
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from orchestrator.core.fleet import Fleet, Ways
 from orchestrator.core.hot_prompts import HotPrompts
 from orchestrator.core.pending import Pending, Place
 from orchestrator.core.routing import decide
-from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, SharedRecord, Ticket
+from orchestrator.core.ticket import Choice, Completion, Grant, Relayed, ShardView, SharedRecord, Ticket
 from tgi_patches.contract import Role
 
 PATIENCE = 14.0
@@ -25,7 +25,9 @@ PATIENCE = 14.0
 SCAN = 64
 """Tickets behind a closed window that are looked at in one pass for one that fits an open one."""
 SCAN_SHUT = 8
-"""The same while no window is open, for tickets that one shard would serve sooner."""
+"""The same while no window is open, of tickets that would need one: one shard may serve them sooner."""
+SKIP_MOST = 512
+"""Tickets that a pass leaves out unseen: equal ones, hot ones without room, and those beyond SCAN_SHUT."""
 PREFIXES_MOST = 4096
 PASSED_BY = frozenset({"prefill_window", "prefill_full", "hot_full"})
 """Reasons to wait that do not stop others: what waits for a window has the first claim on the next one."""
@@ -75,8 +77,9 @@ class Scheduler:
         self.pending.forget(handles)
 
     def clear(self) -> None:
-        """Another term: whatever waits is claimed anew."""
+        """Another term: whatever waits is claimed anew, and what runs is not known any more."""
         self.pending.clear()
+        self._windows = Windows()
 
     def granted(self, ticket: Ticket, grant: Grant, now_s: float) -> None:  # noqa: ARG002
         """A decision was committed."""
@@ -107,6 +110,11 @@ class Scheduler:
         if self.hot is not None:
             self.hot.lost(shard, epoch)
 
+    def hot_groups(self, now_s: float) -> Counter[str]:
+        """How many groups of hot prompts keep to each decode shard."""
+        groups = self.hot.hot(now_s) if self.hot is not None else ()
+        return Counter(shard for group in groups for shard in group.decodes)
+
     # --- decisions ------------------------------------------------------------------------------
 
     def opens_s(self) -> float | None:
@@ -126,10 +134,14 @@ class Scheduler:
             self._windows.begin(prefills, self.pending.tokens, now_s)
         self._learn_order(fleet)
         hot = _Hot(self.hot, fleet, now_s)
-        passed_by, ahead_s = 0, 0.0
+        passed_by, skipped, ahead_s = 0, 0, 0.0
         for ticket in self._next():
             group = hot.group(ticket)
-            if group in hot.full or hot.follows(ticket):
+            shut = passed_by >= SCAN_SHUT and not self._windows.ajar and _needs_window(ticket)
+            if group in hot.full or hot.follows(ticket) or (shut and hot.shared(ticket) is None):
+                skipped += 1
+                if skipped >= SKIP_MOST:
+                    return
                 continue
             hint = self._hint(ticket, hot, group, ahead_s)
             decision = decide(ticket, fleet, mode=mode, policy=self.policy, hint=hint)
@@ -141,8 +153,7 @@ class Scheduler:
                 passed_by += 1
                 if self._prefill is not None and prefills:
                     ahead_s += self._prefill.alone_s(ticket.prompt_tokens) / len(prefills)
-                most = SCAN if self._windows.ajar else SCAN_SHUT
-                if decision.reason not in PASSED_BY or passed_by >= most:
+                if decision.reason not in PASSED_BY or passed_by >= SCAN:
                     return
                 continue
             if isinstance(decision, Grant):
@@ -214,6 +225,11 @@ class Scheduler:
                 return
 
 
+def _needs_window(ticket: Ticket) -> bool:
+    """It goes through a prefill shard, unless one shard serves it sooner."""
+    return ticket.splittable and ticket.choice is not Choice.MIXED and ticket.max_new_tokens > 1
+
+
 class _Hot:
     """What hot prompts mean in one pass."""
 
@@ -225,8 +241,8 @@ class _Hot:
         """Decode shards that ordinary traffic leaves to the hot groups, while it has a choice."""
         self.full: set[int | None] = set()
         """Groups whose decode shards have no room left."""
-        self._waiting: set[str] = set()
-        """Prompts of which one waits: its record will serve those behind it."""
+        self._waiting: set[tuple[str, str]] = set()
+        """Model and prompt of which one waits: its record will serve those behind it."""
 
     def group(self, ticket: Ticket) -> int | None:
         return None if self._hot is None else self._hot.group_of(ticket, self._now_s)
@@ -236,11 +252,12 @@ class _Hot:
 
     def waits(self, ticket: Ticket) -> None:
         if self._hot is not None and self._hot.may_share(ticket):
-            self._waiting.add(ticket.prompt_hash)
+            self._waiting.add((ticket.model, ticket.prompt_hash))
 
     def follows(self, ticket: Ticket) -> bool:
-        """An equal prompt goes before it and will leave a record."""
-        return ticket.prompt_hash in self._waiting
+        """An equal prompt goes before it and will leave a record that this one may read."""
+        same = bool(self._waiting) and (ticket.model, ticket.prompt_hash) in self._waiting
+        return same and self._hot is not None and self._hot.may_share(ticket)
 
     def decode_set(self, group: int) -> frozenset[str]:
         assert self._hot is not None, "a group needs hot prompts"

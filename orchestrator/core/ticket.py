@@ -100,6 +100,8 @@ class ShardView:
     """Prompts of one prefill batch, lately and on the average, as measured; 0 before the first."""
     batch_tokens: float = 0.0
     """Their tokens."""
+    hot_groups: int = 0
+    """Groups of hot prompts that keep to it."""
     pinned_bytes: int = 0
     """Room for records that later ones do not overwrite; 0: it pins none."""
 

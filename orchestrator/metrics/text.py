@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 from orchestrator.core.ticket import ShardView
 from orchestrator.metrics.families import COUNTERS, HISTOGRAMS, Counted, Measured
 from orchestrator.metrics.tally import Distribution, Tally
+from tgi_patches.contract import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,13 @@ class Scrape(Collector):
             if view.batch_requests:
                 batches.add_metric([view.shard], view.batch_requests)
         yield batches
+        hot = GaugeMetricFamily(
+            "orchestrator_hot_groups", "Groups of hot prompts that keep to a decode shard.", labels=["shard"]
+        )
+        for view in self.shards:
+            if view.role is Role.DECODE:
+                hot.add_metric([view.shard], view.hot_groups)
+        yield hot
         yield GaugeMetricFamily("orchestrator_mode", "Level of degradation; 0 is normal.", value=self.level)
         yield GaugeMetricFamily(
             "orchestrator_redis_up", "Whether Redis answers the worker that tells.", value=self.redis_up

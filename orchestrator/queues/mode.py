@@ -63,8 +63,10 @@ class ModeKey:
         await self._client.send("SET", self._keys.mode, wire.encode(mode))
 
     async def _check(self, say: Say) -> None:
-        (found,) = await say([("GET", self._keys.schema)])
+        found, gateways = await say([("GET", self._keys.schema), ("EXISTS", self._keys.gateways)])
         name = self._keys.deployment
+        if found is None and gateways:
+            return  # emptied while it ran: only a new connection writes the schema
         if found is None:
             raise Unreachable(f"This Redis holds no deployment {name!r}.")
         if found != SCHEMA_VERSION:

@@ -88,7 +88,17 @@ def completion(text: str) -> Completion | Relayed:
 
 def mode(text: str) -> Mode:
     """The mode key; an absent one is the normal mode."""
-    return _decoded(text or "{}", lambda raw: Mode(**_known(Mode, raw)))
+
+    def build(raw: dict[str, Any]) -> Mode:
+        found = Mode(**_known(Mode, raw))
+        caps = found.output_cap is None or (type(found.output_cap) is int and found.output_cap > 0)
+        sheds = found.shed_below is None or type(found.shed_below) is int
+        level = type(found.level) is int and found.level >= 0
+        if not (caps and sheds and level and type(found.auto) is bool and type(found.reason) is str):
+            raise ValueError("it is no mode")
+        return found
+
+    return _decoded(text or "{}", build)
 
 
 def view(text: str, state: str) -> ShardView:

@@ -100,10 +100,10 @@ def test_the_level_follows_from_the_decode_capacity_and_a_full_queue_makes_it_wo
 
 
 def test_a_mode_says_why_it_is_not_normal() -> None:
-    assert fitting(load(50)) == Mode(1, 512, None, True, "50 % of the decode capacity is ready.")
+    assert fitting(load(50)) == Mode(1, 512, None, True, "50 % of the decode capacity was ready.")
     assert fitting(load(100)) == Mode(0, None, None, True, "")
-    assert told(load(33, 60)) == "33 % of the decode capacity is ready and the queue is 60 % full."
-    assert told(Load(999, 1000, 0, 1)) == "99 % of the decode capacity is ready."
+    assert told(load(33, 60)) == "33 % of the decode capacity was ready and the queue was 60 % full."
+    assert told(Load(999, 1000, 0, 1)) == "99 % of the decode capacity was ready."
 
 
 def test_facts_name_the_level_and_who_has_set_it() -> None:
@@ -168,7 +168,7 @@ def test_it_falls_one_level_at_a_time_each_after_a_calm_while() -> None:
 def test_on_the_way_down_the_mode_says_so() -> None:
     calm = Trend(lower_since_s=0.0)
     assert decide(mode_of(2), calm, WHOLE, 15.0)[0].reason == (
-        "Recovering: 100 % of the decode capacity is ready."
+        "Recovering: 100 % of the decode capacity was ready."
     )
     assert decide(mode_of(1), calm, WHOLE, 15.0)[0] == Mode(0, None, None, True, "")
 

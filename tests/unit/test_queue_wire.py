@@ -184,3 +184,24 @@ def test_without_redis_two_gateways_share_half_of_everything_less_their_own_gran
     assert idle.limits.max_concurrent_requests == 32
     (busy,) = conservative(table, [GRANT])
     assert (busy.reserved_kv_tokens, busy.reserved_slots) == (160, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"level":77,"output_cap":"z"}',
+        '{"level":"a"}',
+        '{"level":1.5}',
+        '{"level":-5}',
+        '{"level":true}',
+        '{"output_cap":0}',
+        '{"output_cap":-4}',
+        '{"shed_below":"low"}',
+        '{"auto":"no"}',
+        '{"reason":5}',
+        "[1]",
+        "7",
+    ],
+)
+def test_a_mode_that_nobody_could_have_set_is_the_normal_one(text: str) -> None:
+    assert read_mode(text) == Mode()

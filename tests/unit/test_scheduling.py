@@ -442,3 +442,75 @@ def test_the_record_of_a_hot_prompt_is_pinned_where_the_shard_has_room_for_that(
         late = [world.grants[f"late{number}"] for number in range(3)]
         assert [grant.prefill is not None for grant in late] == [True] * 3
         assert [grant.pinned for grant in late] == [pinned_bytes > 0] * 3
+
+
+# --- what has gone wrong once -------------------------------------------------------------------
+
+
+def test_an_end_that_comes_late_from_a_prefill_shard_that_is_gone_changes_nothing() -> None:
+    world = World(BIG_P, BIG_D)
+    world.arrive(ticket("a", 500), ticket("b", 500))
+    world.run()
+    world.now_s = 5.0  # both should be done by now, and nobody has said so
+    world.run()
+    for state in ("suspect", "ready"):
+        world.shards = tuple(
+            replace(shard, state=state) if shard.shard == "p0" else shard for shard in world.shards
+        )
+        world.run()
+    world.imported("a")
+    world.end("a")
+    world.end("b")
+    world.arrive(ticket("c", 500))
+    assert world.run() == ["c"]
+
+
+def test_what_cannot_share_does_not_wait_for_an_equal_prompt() -> None:
+    world = hot_world()
+    same: dict[str, Any] = {"prompt_hash": "e" * 32, "simhash": 99}
+    world.arrive(*[ticket(f"busy{n}", 3000) for n in range(2)])
+    world.run()
+    world.arrive(
+        ticket("first", 3000, **same),
+        ticket("whole", 3100, choice=Choice.MIXED, **same),
+        ticket("other", 3100, model="another", choice=Choice.MIXED, **same),
+        ticket("again", 3100, **same),
+    )
+    assert sorted(world.run()) == ["other", "whole"]
+
+
+def test_a_deployment_that_splits_nothing_shares_nothing() -> None:
+    world = hot_world()
+    same: dict[str, Any] = {"prompt_hash": "e" * 32, "simhash": 99}
+    world.arrive(ticket("first", 300, choice=Choice.SEPARATED, **same))
+    world.run()
+    world.scheduler.policy = Policy(choice=Choice.MIXED)
+    world.arrive(ticket("second", 300, **same))
+    world.run()
+    assert (world.grants["second"].choice, world.grants["second"].reason) == (Choice.MIXED, "forced")
+
+
+def test_behind_many_that_wait_for_a_window_others_are_still_looked_at() -> None:
+    world = World(BIG_P, BIG_D)
+    world.arrive(*[ticket(f"h{n}", 1500) for n in range(40)])
+    assert world.run() == ["h0"]
+    world.arrive(ticket("tools", 3000, splittable=False))
+    assert world.run() == ["tools"]
+
+
+def test_a_full_ring_sends_a_short_prompt_to_an_idle_decode_shard() -> None:
+    full = replace(P, outstanding_bytes=20_000, outstanding_records=2)
+    world = World(full, D, policy=Policy())
+    world.arrive(ticket("short", 20, 20))
+    world.run()
+    assert (world.grants["short"].reason, legs(world.grants["short"])) == ("break_even", (None, "d0"))
+
+
+def test_with_the_quickest_shard_full_another_one_may_serve_whole() -> None:
+    # d0 is quicker by its costs and has no room left.
+    quick = Costs(COSTS.prefill, DecodeCost(0.001, 0.0, 0.0))
+    full = replace(D, costs=quick, reserved_slots=4)
+    world = World(P, full, priced(D1), policy=Policy())
+    world.arrive(ticket("a", 20, 20))
+    world.run()
+    assert (world.grants["a"].reason, world.grants["a"].decode.shard) == ("break_even", "d1")

@@ -104,8 +104,10 @@ def read_costs(path: Path) -> Costs:
     """
     try:
         raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"The cost file {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"The cost file {path} cannot be read: {error.strerror}.") from None
+    except ValueError:
+        raise ConfigError(f"The cost file {path} is no JSON.") from None
     found = {
         name: _first(raw, name, kind)
         for name, kind in (("prefill", PrefillCost), ("decode", DecodeCost), ("relay", RelayCost))

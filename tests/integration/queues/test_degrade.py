@@ -79,13 +79,13 @@ async def test_a_dry_run_tells_both_and_changes_nothing(world: Any) -> None:
     answer = await told(world, "--to", "4", "--dry-run")
     assert (answer["changed"], answer["mode"]["level"], answer["mode"]["shed_below"]) == (False, 4, 0)
     assert (answer["by_itself"]["level"], answer["by_itself"]["output_cap"]) == (1, 512)
-    assert answer["load"] == "50 % of the decode capacity is ready."
+    assert answer["load"] == "50 % of the decode capacity was ready."
     assert await kept(world) is None
     text = (await degrade(world, "--to", "4", "--dry-run")).stdout
     assert "would be shedding (level 4); nothing was changed" in text
     assert "at most 128 tokens" in text
     assert "requests of priority low" in text
-    assert "it would be reduced (level 1) now: 50 % of the decode capacity is ready." in text
+    assert "it would be reduced (level 1) now: 50 % of the decode capacity was ready." in text
 
 
 async def test_without_flags_it_only_looks(world: Any) -> None:
@@ -108,7 +108,7 @@ async def test_auto_gives_the_level_back_and_is_at_once_what_the_capacity_asks_f
     await told(world, "--to", "4")
     answer = await told(world, "--auto")
     assert (answer["before"]["level"], answer["mode"]["level"]) == (4, 1)
-    assert await kept(world) == Mode(1, 512, None, True, "50 % of the decode capacity is ready.")
+    assert await kept(world) == Mode(1, 512, None, True, "50 % of the decode capacity was ready.")
     assert (await told(world, "--auto"))["changed"] is False
     assert "by itself  it would" not in (await degrade(world)).stdout, "it is so already"
 
