@@ -72,7 +72,10 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Part:
         rows,
         verdicts,
         _conditions(plan, rate_per_s),
-        notes=("prefills: computed for the burst, most of any run; TTFT, TPOT, ratios: of steady requests.",),
+        notes=(
+            "prefills: computed for the burst, most of any run, and the mean; TTFT, TPOT, ratios: of the",
+            "steady requests, to the same without the burst; counted: those; unserved: never granted.",
+        ),
     )
 
 

@@ -93,7 +93,10 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Part:
         rows,
         verdicts,
         _conditions(plan, plan.costs.prefill, capacity),
-        notes=("batch: mean tokens of a prefill; wait: longest until a shard began, of any request.",),
+        notes=(
+            "shards: prefill + decode; ratio: p99 to that of first come; batch, prompts: mean tokens and",
+            "prompts of a prefill; wait: longest until a shard began; mixed: share that one shard served whole.",
+        ),
     )
 
 

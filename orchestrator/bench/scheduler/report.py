@@ -58,13 +58,18 @@ def _targets(verdicts: Sequence[Verdict]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for verdict in verdicts:
         wanted = f"{'at least' if verdict.at_least else 'at most'} {verdict.limit:g}"
-        table.add_row(verdict.what, cell(verdict.value), wanted, met(verdict))
+        table.add_row(verdict.what, precise(verdict.value), wanted, met(verdict))
     return table
 
 
 def met(verdict: Verdict) -> str:
     """`yes`, `NO`, or `-` where it was not measured."""
     return {None: "-", True: "yes", False: "NO"}[verdict.met]
+
+
+def precise(value: float | None) -> str:
+    """One more digit: a target is met or missed by it."""
+    return f"{value:.4g}" if value is not None and abs(value) < 100 else cell(value)
 
 
 def cell(value: str | float | None) -> str:
