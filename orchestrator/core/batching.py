@@ -202,9 +202,9 @@ class Windows:
 
     def done(self, handle: str, now_s: float) -> None:
         """Its record is imported, or the request is over."""
-        shard = self._where.pop(handle, None)
-        if shard is not None:
-            self._windows[shard].done(handle, now_s)
+        window = self._windows.get(self._where.pop(handle, ""))
+        if window is not None:
+            window.done(handle, now_s)
 
     def _drop(self, shard: str) -> None:
         window = self._windows.pop(shard, None)
