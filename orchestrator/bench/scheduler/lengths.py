@@ -95,7 +95,7 @@ def measure(plan: Plan, say: Callable[[str], None] = lambda _: None) -> Part:
         _conditions(plan, plan.costs.prefill, capacity),
         notes=(
             "shards: prefill + decode; ratio: p99 to that of first come; batch, prompts: mean tokens and",
-            "prompts of a prefill; wait: longest until a shard began; mixed: share served by one shard whole.",
+            "prompts of a prefill; wait: longest until a shard began; mixed: share that was not split.",
         ),
     )
 
