@@ -174,7 +174,7 @@ class Dispatch:
         scheduler = self._scheduler
         self._books_stand = False
         if not at_once:
-            self.books = await self._queue.books(scheduler.pending.first(HEADS))
+            self.books = await self._queue.books(scheduler.pending.some(0, HEADS))
             scheduler.forget(self.books.gone)
         books, shards = self.books, self.shards()
         decided = list(islice(scheduler.decide(shards, books.mode, time.monotonic()), PASS_MOST))

@@ -51,11 +51,11 @@ class Pending:
 
     def __iter__(self) -> Iterator[Ticket]:
         """In order, of those that wait now."""
-        return iter(self.first(len(self)))
+        return iter(self.some(0, len(self)))
 
-    def first(self, most: int) -> list[Ticket]:
-        """The next ones, at most so many."""
-        return [self._tickets[place] for _, place in self._turns[:most]]
+    def some(self, start: int, end: int) -> list[Ticket]:
+        """Those at these places of the order, as far as there are so many."""
+        return [self._tickets[place] for _, place in self._turns[start:end]]
 
     def add(self, tickets: Mapping[Place, Ticket]) -> None:
         """New tickets usually come last; claimed ones and those of a higher class come before others."""

@@ -26,7 +26,7 @@ SCAN = 64
 """Tickets behind a closed window that are looked at in one pass for one that fits an open one."""
 SCAN_SHUT = 8
 """The same while no window is open, of tickets that would need one: one shard may serve them sooner."""
-SKIP_MOST = 512
+SKIP_MOST = 128
 """Tickets that a pass leaves out unseen: equal ones, hot ones without room, and those beyond SCAN_SHUT."""
 PREFIXES_MOST = 4096
 PASSED_BY = frozenset({"prefill_window", "prefill_full", "hot_full"})
@@ -162,11 +162,8 @@ class Scheduler:
 
     def _next(self) -> Iterator[Ticket]:
         """The pending ones in order, read in pieces: a pass seldom needs all of a long queue."""
-        waiting = len(self.pending)
-        piece = self.pending.first(min(waiting, 2 * SCAN))
-        yield from piece
-        if len(piece) < waiting:
-            yield from list(self.pending)[len(piece) :]
+        for start in range(0, len(self.pending), SCAN):
+            yield from self.pending.some(start, start + SCAN)
 
     def _take(self, ticket: Ticket, grant: Grant, fleet: Fleet, now_s: float) -> None:
         fleet.book(grant)
