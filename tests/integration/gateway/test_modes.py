@@ -113,7 +113,7 @@ async def test_lower_priorities_are_shed_before_they_have_a_ticket(
     assert response.status_code == 429
     assert int(response.headers["retry-after"]) >= 1
     assert response.json() == {
-        "error": "The deployment is degraded and serves only requests of priority 1 or higher now: "
+        "error": "The deployment is degraded and serves only requests of priority high or higher now: "
         "try again later.",
         "error_type": "overloaded",
     }
