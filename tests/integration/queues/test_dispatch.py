@@ -263,3 +263,28 @@ async def test_a_gateway_helps_where_a_leader_does_not_look(world: World, until:
     queue = await ready_gateway(world, until, timings=HASTY)
     async with asyncio.timeout(5):
         assert (await queue.submit(world.shards.ticket(queue))).prefill is not None
+
+
+class Stumbling(Scheduler):
+    """Fails the first time that it has something to decide."""
+
+    stumbled = False
+
+    def decide(self, *arguments: Any) -> Any:
+        if len(self.pending) and not self.stumbled:
+            self.stumbled = True
+            raise ZeroDivisionError
+        return super().decide(*arguments)
+
+
+async def test_a_mistake_of_the_scheduler_stops_no_shard_and_loses_no_ticket(
+    world: World, fleet: Fleet, until: Until
+) -> None:
+    scheduler = Stumbling()
+    async with running(world, fleet, scheduler=scheduler):
+        queue = await ready_gateway(world, until, timings=PATIENT)
+        async with asyncio.timeout(5):
+            grant = await queue.submit(world.shards.ticket(queue))
+        assert scheduler.stumbled
+        assert grant.decode.epoch == 1
+        assert fleet.launcher.stopped == []
