@@ -140,10 +140,10 @@ async def together_on_get(models: Models, legs: list[Any]) -> dict[int, list[Gen
 
 
 def damage(arena: Path) -> None:
-    """Flip a bit in every 64 KiB of the ring: whatever record is read next does not fit its checksums."""
+    """Flip a bit in every 4 KiB of the ring: whatever record is read next does not fit its checksums."""
     with arena.open("r+b") as file:
         size = arena.stat().st_size
-        for offset in range(size // 2 % 4096 + 512 * 1024, size, 64 * 1024):
+        for offset in range(size // 2 % 4096 + 512 * 1024, size, 4096):
             file.seek(offset)
             byte = file.read(1)
             file.seek(offset)
