@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import NamedTuple
 
 from orchestrator.core.cost import Costs
 from orchestrator.core.link import link
@@ -23,26 +22,6 @@ Rank = tuple[float, int, int]
 """Load, legs, place among the names."""
 
 UNPRICED = Costs()
-
-
-class Capacity(NamedTuple):
-    """What one shard can be promised at most; the commit script checks the same four numbers."""
-
-    kv_tokens: int
-    slots: int
-    requests: int
-    """Legs of any kind at once: beyond it the server itself answers 429."""
-    arena_bytes: int
-    """Half of the ring, so that a record is not overwritten before it is read."""
-
-
-def capacity(view: ShardView) -> Capacity:
-    return Capacity(
-        kv_tokens=view.kv_tokens,
-        slots=view.slots,
-        requests=view.limits.max_concurrent_requests,
-        arena_bytes=view.ring_bytes // 2,
-    )
 
 
 class Room:
@@ -66,7 +45,7 @@ class Room:
     def __init__(self, view: ShardView, order: int, *, priced: bool) -> None:
         self.view = view
         self.order = order
-        self.limit = capacity(view)
+        self.limit = view.capacity
         self.block = max(view.fingerprint.block_size, 1)
         self.kv_tokens = view.reserved_kv_tokens
         self.slots = view.reserved_slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from orchestrator.core.cost import Costs
 from tgi_patches.contract import Fingerprint, Limits, Role
@@ -53,6 +54,17 @@ class Ticket:
     """Equal for prompts that begin with the same text; 0 for those too short to matter."""
     choice: Choice | None = None
     """The client's own wish, where it has one."""
+
+
+class Capacity(NamedTuple):
+    """What one shard can be promised at most; the commit script checks the same four numbers."""
+
+    kv_tokens: int
+    slots: int
+    requests: int
+    """Legs of any kind at once: beyond it the server itself answers 429."""
+    arena_bytes: int
+    """Half of the ring, so that a record is not overwritten before it is read."""
 
 
 Facts = tuple[Fingerprint, bool, str, str, str, int, bool]
@@ -129,6 +141,16 @@ class ShardView:
             self.pull_host,
             self.pull_port,
             self.pulls,
+        )
+
+    @cached_property
+    def capacity(self) -> Capacity:
+        """Kept by `booked`."""
+        return Capacity(
+            kv_tokens=self.kv_tokens,
+            slots=self.slots,
+            requests=self.limits.max_concurrent_requests,
+            arena_bytes=self.ring_bytes // 2,
         )
 
     @property

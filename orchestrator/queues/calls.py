@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.core.fleet import Capacity, capacity
 from orchestrator.core.shard import Watched
-from orchestrator.core.ticket import Completion, Grant, Leg, Relayed, ShardView, Ticket
+from orchestrator.core.ticket import Capacity, Completion, Grant, Leg, Relayed, ShardView, Ticket
 from orchestrator.queues import scripts, wire
 from orchestrator.queues.keys import GROUP, PARTS, Keys
 from orchestrator.queues.scripts import Script
@@ -150,7 +149,6 @@ def commit(
             leader,
             ticket.handle,
             wire.lease(grant),
-            wire.encode(grant),
             GROUP,
             ms(timings.settle_s),
             wire.leg_incarnation(grant.decode),
@@ -166,7 +164,10 @@ def commit(
 
 
 def _limits(leg: Leg, shards: Sequence[ShardView]) -> Capacity:
-    return next(capacity(view) for view in shards if view.shard == leg.shard and view.epoch == leg.epoch)
+    for view in shards:
+        if view.shard == leg.shard and view.epoch == leg.epoch:
+            return view.capacity
+    raise ValueError(f"Shard {leg.shard} is not in the snapshot that was decided on.")
 
 
 # --- a conductor's ------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 GROUP = "conductors"
 BODY = "b"
@@ -16,10 +16,10 @@ class Keys:
     """The names of one deployment's keys.  The braces keep them in one slot of a Redis cluster."""
 
     deployment: str
+    prefix: str = field(init=False)
 
-    @property
-    def prefix(self) -> str:
-        return f"orch:{{{self.deployment}}}:"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix", f"orch:{{{self.deployment}}}:")
 
     @property
     def schema(self) -> str:

@@ -128,7 +128,7 @@ return 'queued'
 
 COMMIT = _with_shared("""
 -- KEYS leader born tickets gateway queued leases grants reserved decode-shard prefill-shard gateways pulse
--- ARGV leader ('' for a gateway's own decision) handle lease grant group settle_ms
+-- ARGV leader ('' for a gateway's own decision) handle lease group settle_ms
 --      decode-incarnation prefill-incarnation ('' for mixed)
 --      kv slots decode-requests prefill-requests bytes   (what each shard can be promised at most)  gateway
 -- -> {granted | duplicate | gone | silent | fenced | behind | settling | stale | full, lease}
@@ -137,7 +137,7 @@ local leader = redis.call('GET', KEYS[1])
 if not own and leader ~= ARGV[1] then return {'fenced', ''} end
 local held = redis.call('HGET', KEYS[6], handle)
 if held then
-  withdraw(KEYS[3], KEYS[5], handle, ARGV[5])
+  withdraw(KEYS[3], KEYS[5], handle, ARGV[4])
   return {'duplicate', held}
 end
 local ticket = redis.call('HGET', KEYS[5], handle)
@@ -151,7 +151,7 @@ if own and leader and ticket then
   if first and first[1] ~= ticket then return {'behind', ''} end
 end
 -- A Redis that has just come up, or woken up, waits until the gateways have told what they hold.
-if age_ms(KEYS[2]) < tonumber(ARGV[6]) then return {'settling', ''} end
+if age_ms(KEYS[2]) < tonumber(ARGV[5]) then return {'settling', ''} end
 
 -- Shards that no conductor publishes any more may still serve; one that is published must be ready.
 local function usable(key, incarnation)
@@ -165,26 +165,27 @@ local function count(incarnation)
   return (found[1] or 0) + 0, (found[2] or 0) + 0, (found[3] or 0) + 0, (found[4] or 0) + 0
 end
 local kv, bytes = string.match(lease, '^(%d+)|(%d+)|')
-local decode, prefill = ARGV[7], ARGV[8]
+local decode, prefill = ARGV[6], ARGV[7]
 if not usable(KEYS[9], decode) or (prefill ~= '' and not usable(KEYS[10], prefill)) then
   return {'stale', ''}
 end
 local used, slots, records = count(decode)
-if used + kv > tonumber(ARGV[9]) or slots + 1 > tonumber(ARGV[10]) or slots + records + 1 > tonumber(ARGV[11])
+if used + kv > tonumber(ARGV[8]) or slots + 1 > tonumber(ARGV[9]) or slots + records + 1 > tonumber(ARGV[10])
   then return {'full', ''} end
 if prefill ~= '' then
   local _, mixed, records, outstanding = count(prefill)
-  if mixed + records + 1 > tonumber(ARGV[12]) or outstanding + bytes > tonumber(ARGV[13]) then
+  if mixed + records + 1 > tonumber(ARGV[11]) or outstanding + bytes > tonumber(ARGV[12]) then
     return {'full', ''}
   end
 end
 book(add, reserved, lease)
 redis.call('HSET', KEYS[6], handle, lease)
-withdraw(KEYS[3], KEYS[5], handle, ARGV[5])
+withdraw(KEYS[3], KEYS[5], handle, ARGV[4])
 if own then
-  redis.call('SADD', KEYS[11], ARGV[14])
+  redis.call('SADD', KEYS[11], ARGV[13])
 else
-  redis.call('XADD', KEYS[7], 'MAXLEN', '~', 10000, '*', 'b', ARGV[4])
+  local grant = string.match(lease, '^%d+|%d+|[^|]*|[^|]*|(.*)$')
+  redis.call('XADD', KEYS[7], 'MAXLEN', '~', 10000, '*', 'b', grant)
 end
 return {'granted', lease}
 """)

@@ -60,7 +60,7 @@ def _names(kind: type[Any]) -> frozenset[str]:
 def _known(kind: type[Any], raw: dict[str, Any]) -> dict[str, Any]:
     """Fields that this version knows: the next one may add some.  `raw` itself where it has no other."""
     names = _names(kind)  # type: ignore[arg-type]  # mypy: a type of Any is not hashable
-    if names.issuperset(raw):
+    if raw.keys() <= names:
         return raw
     return {name: value for name, value in raw.items() if name in names}
 
