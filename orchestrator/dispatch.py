@@ -33,7 +33,7 @@ PASS_MOST = 128
 """Decisions per scheduling pass."""
 BACKLOG = 256
 """So many tickets wait that nobody gains by a pass for each end..."""
-PASS_EVERY_S = 0.005
+PASS_EVERY_S = 0.01
 """... so that they are at least this long apart: one costs the same for one ticket as for a hundred."""
 HEADS = 16
 """First tickets whose presence is checked in every pass: one that was withdrawn must not hold up the rest."""

@@ -212,7 +212,7 @@ class RoutingSection(Section):
     """Measure a shard of a kind that was never measured with a few prompts, once it is ready."""
     hot_prompts: Literal["auto", "on", "off"] = "auto"
     """Identical prompts share one prefill, bursts keep to some decode shards; auto: from 2 of those on."""
-    hot_decode_share: float = Field(0.5, gt=0, le=1)
+    hot_decode_share: float = Field(0.25, gt=0, le=1)
     """Share of the decode shards that a burst may have, at least one."""
 
 

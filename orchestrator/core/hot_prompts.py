@@ -35,7 +35,7 @@ class HotRules:
     most_handles: int = 16_384
     """Remembered, so that a request counts once."""
     distance_bits: int = NEAR_BITS
-    share_of_decode: float = 0.5
+    share_of_decode: float = 0.25
     """Of the decode shards, for one group."""
     pool_share: float = 0.5
     """Of the decode shards, for all groups together, unless one alone may have more."""

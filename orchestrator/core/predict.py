@@ -47,14 +47,17 @@ def separated_s(
     """On a pair with cost models: wait, prefill, relay, half a running step, then a step per token.
 
     The first step redoes the last prompt token, so an answer of n tokens takes n steps of the decode shard.
+    That one is a forward of its own, for which those who decode there stand still.
     """
     assert prefill.costs.prefill is not None, "asked for where both are priced"
+    assert decode.costs.decode is not None, "asked for where both are priced"
     first_s = ahead_s + prefill.queue_s + prefill.costs.prefill.alone_s(prompt_tokens)
     relay = decode.costs.pull if pull else decode.costs.relay
     relay_s = relay.seconds(record_bytes) if relay is not None else 0.0
     joins_s = decode.step_s / 2 if decode.slots else 0.0
     finish_s = first_s + relay_s + joins_s + new_tokens * decode.step_s
-    return Prediction(first_s, finish_s, 0.0, decode.step_s)
+    harm_s = decode.costs.decode.step_s(1, prompt_tokens) * decode.slots
+    return Prediction(first_s, finish_s, harm_s, decode.step_s)
 
 
 def mixed_s(room: Room, *, prompt_tokens: int, new_tokens: int) -> Prediction:

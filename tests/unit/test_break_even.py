@@ -53,11 +53,14 @@ def test_on_an_idle_decode_shard_nothing_is_won_by_splitting() -> None:
 
 def test_a_prefill_that_would_stop_others_for_longer_than_the_relay_takes_is_split() -> None:
     one_decodes = replace(D, reserved_slots=1)
-    # 110 ms for one other sequence, against a relay of 2 ms and a step of 22 ms more.
+    # 110 ms for one other sequence, against a relay of 2 ms, a step of 22 ms more, and a forward of 21 ms
+    # that redoes the last prompt token and stops the other as well.
     assert way(grant_of(ticket(100, 60), P, one_decodes)) == SPLIT
-    # 15 ms for one other are less than that.
+    # 15 ms for one other are less than that, and 3 x 15 less than 2 + 24 + 3 x 21.
     assert way(grant_of(ticket(5, 60), P, one_decodes)) == MIXED
-    assert way(grant_of(ticket(5, 60), P, replace(D, reserved_slots=3))) == SPLIT
+    assert way(grant_of(ticket(5, 60), P, replace(D, reserved_slots=3))) == MIXED
+    # 3 x 50 are more than that.
+    assert way(grant_of(ticket(40, 60), P, replace(D, reserved_slots=3))) == SPLIT
 
 
 def test_a_long_queue_of_prefills_is_worth_more_than_the_harm() -> None:
