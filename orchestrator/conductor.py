@@ -194,11 +194,13 @@ class Conductor:
         await self._queue.publish(self._supervisor.watched(), self._supervisor.problems, views)
 
     async def _degrade(self) -> None:
-        """The ladder, once a heartbeat, unless an operator has set a level."""
+        """The ladder, once a heartbeat, unless an operator has set a level.  A stop is no emergency."""
         trend = degraded.Trend()
         while True:
             unless_cancelled()
             await asyncio.sleep(self._queue.timings.heartbeat_s)
+            if self._stopping.is_set():
+                return
             dispatch = self._dispatch
             load = degraded.Load.of(dispatch.plain_shards(), dispatch.waiting, self._queue_size)
             try:

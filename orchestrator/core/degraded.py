@@ -53,12 +53,15 @@ class Rules:
     fall_after_s: float = 15.0
 
 
+_PRESENT = frozenset({ShardState.READY, ShardState.SUSPECT})
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What the level follows from."""
 
     ready_kv_tokens: int
-    """Of the shards that decode and are ready."""
+    """Of the shards that decode and are ready, or were a moment ago."""
     all_kv_tokens: int
     """Of those that decode, whatever their state."""
     waiting: int
@@ -66,9 +69,12 @@ class Load:
 
     @classmethod
     def of(cls, shards: Sequence[ShardView], waiting: int, queue_size: int) -> Load:
-        """A shard that never answered has no view, and is not missed: a start is no emergency."""
+        """A shard that never answered has no view, and is not missed: a start is no emergency.
+
+        Nor is one that missed a few polls: what runs there goes on, and if it is gone it will be dead soon.
+        """
         decoding = [view for view in shards if view.role is not Role.PREFILL] or shards
-        ready = [view for view in decoding if view.state == ShardState.READY]
+        ready = [view for view in decoding if view.state in _PRESENT]
         return cls(
             ready_kv_tokens=sum(view.kv_tokens for view in ready),
             all_kv_tokens=sum(view.kv_tokens for view in decoding),

@@ -134,8 +134,8 @@ def test_capacity_is_that_of_the_shards_that_decode() -> None:
     assert Load.of(shards, 7, 9) == Load(500, 1000, 7, 9)
 
 
-@pytest.mark.parametrize("state", ["starting", "suspect", "draining", "dead"])
-def test_only_a_ready_shard_counts(state: str) -> None:
+@pytest.mark.parametrize("state", ["starting", "draining", "dead"])
+def test_a_shard_that_does_not_serve_does_not_count(state: str) -> None:
     shards = [view("decode-0", Role.DECODE, "ready"), view("decode-1", Role.DECODE, state)]
     assert Load.of(shards, 0, 1).capacity == 0.5
 
@@ -241,3 +241,8 @@ def test_no_level_is_left_for_a_lower_one_before_it_was_held_for_fifteen_seconds
             assert after == before - 1
             assert held >= 15
         held = held + 1 if after == before else 0
+
+
+def test_a_shard_that_missed_a_few_polls_is_not_given_up() -> None:
+    shards = [view("decode-0", Role.DECODE, "ready"), view("decode-1", Role.DECODE, "suspect")]
+    assert Load.of(shards, 0, 1).capacity == 1.0

@@ -19,7 +19,7 @@ from orchestrator.queues import GatewayQueue
 from tgi_patches.contract import Limits, Role
 
 from .conftest import QUICK
-from .fleet import PATIENT, Fleet, Until, World, ready_gateway, running
+from .fleet import PACE, PATIENT, Fleet, Until, World, ready_gateway, running
 
 COSTS = Costs(prefill=PrefillCost(0.1, 0.001), decode=DecodeCost(0.02, 0.0, 0.001))
 """A prompt of 100 tokens takes 0.2 s."""
@@ -288,3 +288,13 @@ async def test_a_mistake_of_the_scheduler_stops_no_shard_and_loses_no_ticket(
         assert scheduler.stumbled
         assert grant.decode.epoch == 1
         assert fleet.launcher.stopped == []
+
+
+async def test_a_stop_leaves_the_mode_as_it_was(world: World, fleet: Fleet, until: Until) -> None:
+    at_once = degraded.Rules(rise_after_s=0.0, fall_after_s=60.0)
+    pace = replace(PACE, drain_s=1.0)
+    async with running(world, fleet, ladder=at_once, pace=pace) as conductor:
+        queue = await ready_gateway(world, until, timings=PATIENT)
+        await queue.submit(world.shards.ticket(queue))
+        conductor.stop()  # waits a second for this request
+    assert await world.redis.get(world.keys.mode) is None
