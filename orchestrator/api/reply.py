@@ -11,7 +11,7 @@ from starlette.types import Receive, Send
 
 from orchestrator.api.stepping import Departure, begun
 from orchestrator.core.sse import KEEP_ALIVE
-from orchestrator.errors import GatewayError
+from orchestrator.errors import GatewayError, Unavailable
 from orchestrator.pipeline import Pipeline
 from orchestrator.run import Job
 
@@ -112,8 +112,12 @@ async def answer(pipeline: Pipeline, job: Job, receive: Receive, send: Send) -> 
     try:
         await _serve(pipeline, job, out)
     except asyncio.CancelledError:
-        if not gone or task.uncancel():
-            raise
+        if gone and not task.uncancel():
+            return
+        if not out.started:
+            # The server stops and has waited long enough for this one.
+            await _refuse(job, out, Unavailable("The gateway is shutting down."))
+        raise
     finally:
         departure.close()
         out.close()
@@ -123,8 +127,7 @@ async def _serve(pipeline: Pipeline, job: Job, out: AsgiOut) -> None:
     try:
         await pipeline.serve(job, out)
     except GatewayError as error:
-        headers = error_headers(error) | {"x-request-id": job.request_id}
-        await out.whole(orjson.dumps(error.body()), headers, status=error.status)
+        await _refuse(job, out, error)
     except Exception:
         # A bug of ours: its request ends, in TGI's shape while that is possible, and nothing else does.
         log.exception("request_failed", route=job.route, request_id=job.request_id)
@@ -143,3 +146,8 @@ def error_headers(error: GatewayError) -> dict[str, str]:
 
 def encoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+
+async def _refuse(job: Job, out: AsgiOut, error: GatewayError) -> None:
+    headers = error_headers(error) | {"x-request-id": job.request_id}
+    await out.whole(orjson.dumps(error.body()), headers, status=error.status)
