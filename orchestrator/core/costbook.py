@@ -51,13 +51,15 @@ def profile(view: ShardView) -> str:
 class _Known:
     """One shard's fit, of one incarnation."""
 
-    __slots__ = ("costs", "epoch", "fit", "fit_again_s", "profile", "told")
+    __slots__ = ("costs", "epoch", "fit", "fit_again_s", "fitted", "profile", "told")
 
     def __init__(self, view: ShardView, prior: Costs | None) -> None:
         self.epoch = view.epoch
         self.profile = profile(view)
         self.fit = ShardFit(prior)
         self.costs: Costs | None = None if prior is None or prior == Costs() else prior
+        self.fitted: Costs | None = None
+        """By `fit`, the last time."""
         self.fit_again_s = float("-inf")
         self.told = True
         """No sample came since `costs` was asked for."""
@@ -139,9 +141,11 @@ class CostBook:
     def _fit(self, known: _Known) -> None:
         known.told = True
         costs = known.fit.costs()
-        if costs is known.costs or costs == Costs():
+        if costs is known.fitted or costs == Costs():
             return
-        known.costs = costs
+        known.fitted = costs
+        # What it does not do itself, others of its kind may have shown.
+        known.costs = _merged(costs, self._profiles.get(known.profile))
         if known.fit.seen >= ENOUGH_SAMPLES:
             self._keep(known)
         if known.fit.seen >= SETTLED_SAMPLES:
@@ -155,7 +159,7 @@ class CostBook:
 
     def _shown_since(self, known: _Known) -> bool:
         """Nothing is known of this one, and another one of its kind has been measured meanwhile."""
-        return known.costs is None and known.profile in self._profiles
+        return known.costs is None and not known.fit.seen and known.profile in self._profiles
 
     def _prior(self, view: ShardView) -> Costs | None:
         """The shard's own past, if it is of the same kind still; else what its profile is known by."""

@@ -139,6 +139,17 @@ def test_a_calibration_is_known_at_once_and_for_the_kind() -> None:
     assert book.changes == 1
 
 
+def test_what_a_shard_does_not_do_itself_is_known_from_others_of_its_kind() -> None:
+    book = CostBook()
+    book.of(view())
+    book.of(view("d0", Role.DECODE))
+    prefilled(book, "p0", 1, ENOUGH_SAMPLES + 30, seconds=0.05)
+    alone_s(book, view())
+    found = book.of(view("d0", Role.DECODE))
+    assert found is not None
+    assert found.prefill is not None
+
+
 def test_a_calibration_serves_the_others_of_its_kind_that_were_asked_for_before_it() -> None:
     book = CostBook()
     assert book.of(view("d0", Role.DECODE)) is None
