@@ -22,8 +22,6 @@ NEARLY_ALL = 0.99
 """Share of the best throughput that the largest group reaches."""
 AHEAD_S = 0.03
 """So long before a shard is free the next group is let through: a grant takes its way, and may be late."""
-OVERDUE = 1.0
-"""A group that takes so many times what was predicted is taken for done, whether that was heard or not."""
 
 
 @dataclass(slots=True)
@@ -96,12 +94,9 @@ class Window:
         return False
 
     def overdue(self, cost: PrefillCost | None, now_s: float) -> list[str]:
-        """What is never said to be imported must not hold others back for ever; the handles of it."""
+        """A group is taken for done when it should be, whether that was heard or not; its handles."""
         given_up: list[str] = []
-        while self.running.prompts and (expected_s := self.running.seconds(cost)):
-            end_s = self.running.begun_s + OVERDUE * expected_s
-            if end_s > now_s:
-                break
+        while self.running.seconds(cost) and 0.0 < (end_s := self.end_s(cost)) <= now_s:
             given_up += self.running.prompts
             self.running.prompts.clear()
             self._advance(end_s)

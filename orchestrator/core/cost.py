@@ -10,7 +10,7 @@ All coefficients are seconds per unit and never negative, so that more work neve
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SATURATED = 0.9
@@ -113,6 +113,15 @@ class Costs:
     """In place, from an arena that it maps."""
     pull: RelayCost | None = None
     """From another host."""
+
+
+KINDS: Mapping[str, type[PrefillCost | DecodeCost | RelayCost]] = {
+    "prefill": PrefillCost,
+    "decode": DecodeCost,
+    "relay": RelayCost,
+    "pull": RelayCost,
+}
+"""The parts of Costs by name, for those who read them from a file or from Redis."""
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:

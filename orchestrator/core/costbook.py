@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.core.cost import Costs, DecodeCost, PrefillCost, RelayCost
+from orchestrator.core.cost import KINDS, Costs
 from orchestrator.core.learning import ShardFit
 from orchestrator.core.observing import Observer
 from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket
@@ -22,13 +22,6 @@ ENOUGH_SAMPLES = 32
 SETTLED_SAMPLES = 64
 FIT_EVERY_S = 5.0
 """Of one shard at most, once it is settled: with many busy shards fits would take a tenth of a core."""
-
-_KINDS: Mapping[str, type[PrefillCost | DecodeCost | RelayCost]] = {
-    "prefill": PrefillCost,
-    "decode": DecodeCost,
-    "relay": RelayCost,
-    "pull": RelayCost,
-}
 
 
 def profile(view: ShardView) -> str:
@@ -195,7 +188,7 @@ def _costs(raw: Any) -> Costs:
     if not isinstance(raw, dict):
         raise ValueError("A profile is no JSON object.")
     parts: dict[str, Any] = {}
-    for name, kind in _KINDS.items():
+    for name, kind in KINDS.items():
         part = raw.get(name)
         if part is None:
             continue

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from orchestrator.core.cost import Costs, DecodeCost, PrefillCost, RelayCost
+from orchestrator.core.cost import KINDS, Costs
 from orchestrator.core.decision import Mode, Refuse
 from orchestrator.core.ticket import (
     Choice,
@@ -120,14 +120,10 @@ def costs(raw: Mapping[str, Any] | None) -> Costs | None:
     """A shard's cost model, as `encode` writes it.  KeyError or TypeError for something else."""
     if raw is None:
         return None
-    kinds: tuple[tuple[str, type[Any]], ...] = (
-        ("prefill", PrefillCost),
-        ("decode", DecodeCost),
-        ("relay", RelayCost),
-        ("pull", RelayCost),
-    )
-    found = {name: (raw.get(name), kind) for name, kind in kinds}
-    return Costs(**{name: kind(**_known(kind, part)) for name, (part, kind) in found.items() if part})
+    parts: dict[str, Any] = {
+        name: kind(**_known(kind, part)) for name, kind in KINDS.items() if (part := raw.get(name))
+    }
+    return Costs(**parts)
 
 
 def grant(text: str) -> Grant:
