@@ -34,6 +34,7 @@ def _on_path(value: object) -> object:
 
 
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
+Gpu = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0, le=64)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Tokens = Annotated[int, Field(gt=0)]
@@ -94,13 +95,26 @@ class RoleSection(Section):
     count: Count = 0
     urls: list[BaseUrl] = []
     """Shards of this role that somebody else starts and keeps; none is launched then."""
+    sidecar_port: int = Field(0, ge=0, le=65_535)
+    """Of the sidecar at each of `urls`, where it is a process of its own; 0: the shard's own port."""
     cpus: list[list[Annotated[int, Field(ge=0)]]] = []
     """CPU cores, one list per shard; empty lets the launcher choose."""
-    gpus: list[str] = []
+    gpus: list[list[Gpu]] = []
+    """GPUs by UUID, MIG UUID or CDI name, one list per shard; empty lets placement choose."""
     tp: int = Field(1, ge=1, le=64)
     image: str | None = None
+    """Of the containers; None for `docker.image`."""
     args: list[str] = []
+    """Further arguments of the image's own command: TGI's flags."""
     env: dict[str, str] = {}
+    memory_bytes: int = Field(0, ge=0)
+    """Memory of a container beside its arena; 0 chooses for embedded shards and sets TGI no limit."""
+    shm_bytes: int = Field(0, ge=0)
+    """Size of a container's /dev/shm; 0: 1 GiB for a shard of several ranks, else 64 MiB."""
+    mps_percent: int = Field(0, ge=0, le=100)
+    """Share of each GPU's threads, by NVIDIA's MPS; 0: GPUs of its own."""
+    gpu_memory_fraction: float = Field(0.0, ge=0, le=1)
+    """Share of each GPU's memory; needed beside `mps_percent`."""
 
     @model_validator(mode="after")
     def _lists_match_count(self) -> Self:
@@ -108,6 +122,17 @@ class RoleSection(Section):
             raise ValueError(f"urls names {len(self.urls)} shards and count {self.count}: leave count out")
         if self.cpus and len(self.cpus) != self.shards:
             raise ValueError(f"cpus names {len(self.cpus)} lists of cores for {self.shards} shards")
+        if self.gpus and len(self.gpus) != self.shards:
+            raise ValueError(f"gpus names {len(self.gpus)} lists of GPUs for {self.shards} shards")
+        for gpus in self.gpus:
+            if len(gpus) != self.tp:
+                raise ValueError(f"gpus names {len(gpus)} GPUs for a shard of {self.tp} ranks (tp)")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_of_a_gpu(self) -> Self:
+        if bool(self.mps_percent) != bool(self.gpu_memory_fraction):
+            raise ValueError("mps_percent and gpu_memory_fraction need each other: a share of both")
         return self
 
     @property
@@ -265,6 +290,21 @@ class ArenaSection(Section):
         return self.dir or Path(f"/dev/shm/tgi-orchestrator-{os.getuid()}")
 
 
+class DockerSection(Section):
+    """Where and how containers run, for the launcher `docker`."""
+
+    host: str = ""
+    """The engine, as DOCKER_HOST has it; empty: that variable, then /var/run/docker.sock."""
+    image: str | None = None
+    """Of all shards; None: TGI's with the overlay where there are GPUs, else the embedded CPU shard's."""
+    network: str = ""
+    """An existing network for the shards, or `host`; empty: a bridge of the deployment's own."""
+    topology: AbsolutePath | None = None
+    """GPUs and their links as YAML, for a host whose NVML cannot be asked from here."""
+    log_bytes: int = Field(16 * 1024 * 1024, gt=0)
+    """Size at which the engine begins a container's log anew; the one before is kept."""
+
+
 class TgiSection(Section):
     """Drive TGI's own Python server in place of the embedded engine."""
 
@@ -280,13 +320,26 @@ class TgiSection(Section):
         return self
 
 
+CONTAINER_KEYS = (
+    "gpus",
+    "image",
+    "args",
+    "env",
+    "memory_bytes",
+    "shm_bytes",
+    "mps_percent",
+    "gpu_memory_fraction",
+)
+"""Of a role: what only containers have."""
+
+
 class Settings(Section):
     version: Literal[1] = 1
     deployment: str = "default"
     key_file: AbsolutePath | None = None
     """A file with the deployment's key; without it `up` makes one in its state folder."""
     model: ModelSection = ModelSection()
-    launcher: Literal["process"] = "process"
+    launcher: Literal["process", "docker"] = "process"
     shards: ShardsSection = ShardsSection()
     gateway: GatewaySection = GatewaySection()
     slo: SloSection = SloSection()
@@ -295,6 +348,7 @@ class Settings(Section):
     limits: LimitsSection = LimitsSection()
     arena: ArenaSection = ArenaSection()
     tgi: TgiSection = TgiSection()
+    docker: DockerSection = DockerSection()
 
     @field_validator("deployment")
     @classmethod
@@ -315,7 +369,13 @@ class Settings(Section):
         """What no part of this version reads is refused rather than ignored."""
         for role in ("prefill", "decode", "mixed"):
             section: RoleSection = getattr(self.shards, role)
-            for key in ("gpus", "image", "args", "env"):
-                if getattr(section, key):
-                    raise ValueError(f"shards.{role}.{key} needs containers; the launcher 'process' has none")
+            if section.sidecar_port and not section.urls:
+                raise ValueError(f"shards.{role}.sidecar_port is for shards at given urls")
+            for key in CONTAINER_KEYS:
+                if getattr(section, key) and self.launcher != "docker":
+                    raise ValueError(f"shards.{role}.{key} needs containers: set launcher: docker")
+        if self.launcher == "docker" and self.tgi.python is not None:
+            raise ValueError("tgi.python is for the launcher 'process'; in containers the image decides")
+        if self.launcher == "docker" and self.arena.dir is not None:
+            raise ValueError("arena.dir is for the launcher 'process'; containers share a tmpfs volume")
         return self

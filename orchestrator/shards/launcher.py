@@ -26,6 +26,8 @@ class Running:
     """Where its sidecar answers; empty where that is `url`."""
     pull_host: str = ""
     """Address at which other hosts pull its records; empty for what it says itself, or the host of `url`."""
+    order: ShardSpec | None = None
+    """With which it was launched, where the launcher can tell: what runs may be another than what is wanted."""
     observed: bool = False
     """Somebody else started it and keeps it: it is never stopped and never launched again from here."""
 
