@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from orchestrator.cli_bench import bench_app
+from orchestrator.cli_docker import docker_commands
 from orchestrator.cli_options import (
     Config,
     Deployment,
@@ -55,6 +56,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
+app.add_typer(docker_commands)
 
 
 @app.callback()
