@@ -27,7 +27,7 @@ class Running:
     pull_host: str = ""
     """Address at which other hosts pull its records; empty for what it says itself, or the host of `url`."""
     order: ShardSpec | None = None
-    """With which it was launched, where the launcher can tell: what runs may be another than what is wanted."""
+    """With which it was launched, where the launcher can tell: it may be another than the one wanted now."""
     observed: bool = False
     """Somebody else started it and keeps it: it is never stopped and never launched again from here."""
 
