@@ -14,6 +14,7 @@ import ssl
 import sys
 from contextlib import ExitStack
 from functools import partial
+from math import ceil
 
 import structlog
 import uvicorn
@@ -32,7 +33,7 @@ from orchestrator.deployment.key import key_env
 from orchestrator.deployment.logging import log_json_to, log_server_errors
 from orchestrator.deployment.policy import policy_of
 from orchestrator.deployment.shares import Shares
-from orchestrator.deployment.workers import Place
+from orchestrator.deployment.workers import OUTLIVE, Place
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.metrics import Metrics
 from orchestrator.queues import GatewayQueue
@@ -119,12 +120,24 @@ async def _serve(
         if context is not None:
             certificate.reload(context)
 
+    outlived = False
+
+    def outlive() -> None:
+        """Our parent ends: its folder with it, while answers under way have as long as any request."""
+        nonlocal outlived
+        outlived = True
+        server.config.timeout_graceful_shutdown = ceil(settings.limits.request_timeout_s)
+        saving.cancel()
+        server.stop()
+
     async with asyncio.TaskGroup() as group:
         saving = group.create_task(metrics.keep_saving())
         on_hangup(reload, server.stop if place.fd < 0 else None)
+        asyncio.get_running_loop().add_signal_handler(OUTLIVE, outlive)
         await server.serve()
         saving.cancel()
-    metrics.close()
+    if not outlived:
+        metrics.close()
 
 
 def spare_the_collector() -> None:

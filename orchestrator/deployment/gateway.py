@@ -10,6 +10,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.settings import GatewaySection, host_and_port
 
 BACKLOG = 1024
+PROBE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,14 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if tls else 'http'}://{shown}:{port}"
+
+
+def listened_at(host: str, port: int) -> bool:
+    """Whether somebody takes connections there, as this machine reaches it.  Blocks for a moment."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.settimeout(PROBE_S)
+        return probe.connect_ex((host, port)) == 0
 
 
 def last_words(log_file: Path) -> str:

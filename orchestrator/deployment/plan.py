@@ -14,6 +14,7 @@ from orchestrator.deployment.policy import hot_prompts_on
 from orchestrator.embedded.weights import ResolvedModel
 from orchestrator.errors import ConfigError
 from orchestrator.settings import RoleSection, Settings
+from orchestrator.shards.docker.container import Bind
 from tgi_patches.contract import Role, ShardSpec
 
 DECODE_PREFILL_TOKENS = 1024
@@ -24,6 +25,22 @@ PINNED_SHARE = 8
 
 MIN_TOTAL_TOKENS = 2
 _ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
+
+
+@dataclass(frozen=True, slots=True)
+class Containers:
+    """What the containers of a deployment have in common."""
+
+    network: str
+    binds: tuple[Bind, ...]
+    user: str = ""
+    """`uid:gid`; empty for the image's own."""
+    arena_bytes: int = 0
+    """Of all arenas together, when none is rolled."""
+    gpus_by_index: Mapping[str, str] = field(default_factory=dict)
+    """UUIDs."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of it, in sentences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +55,8 @@ class Plan:
     specs: tuple[ShardSpec, ...]
     urls: Mapping[str, str] = field(default_factory=dict)
     """By name, of the shards that somebody else starts and keeps."""
+    containers: Containers | None = None
+    """None where shards are processes."""
 
     @property
     def arena_bytes(self) -> int:

@@ -35,7 +35,8 @@ async def until_ready(
     try:
         async with asyncio.timeout(LIMIT_S):
             late = await _shards(conductor, parts, state, progress)
-            await _gateway(parts, state, late)
+            names = {shard.shard for shard in conductor.snapshot().shards}
+            await _gateway(parts, state, names - late)
     except TimeoutError:
         raise OrchestratorError(f"The deployment was not ready within {LIMIT_S:.0f} s.") from None
     progress.done(f"Gateway at {state.url}")
@@ -69,9 +70,8 @@ async def _shards(
     return set()
 
 
-async def _gateway(parts: Sequence[asyncio.Task[None]], state: State, late: set[str]) -> None:
-    """Its own table must show every shard but the late ones: the first request is then served by a pair."""
-    expected = {spec.shard for spec in state.specs} - late
+async def _gateway(parts: Sequence[asyncio.Task[None]], state: State, expected: set[str]) -> None:
+    """Its own table must show all those shards: the first request is then served by a pair."""
     async with Reach.of(state).admin(ASK_TIMEOUT_S) as client:
         while expected - await _seen_ready(client):
             await _pause(parts)

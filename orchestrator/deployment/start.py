@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,22 +25,25 @@ from orchestrator.costs import CostFile
 from orchestrator.deployment.arena import free_bytes, remove_arenas
 from orchestrator.deployment.environment import child_env
 from orchestrator.deployment.gateway import Sockets, url_of
+from orchestrator.deployment.host import planned_in_containers
 from orchestrator.deployment.key import key_env, minted, minted_admin_token
+from orchestrator.deployment.launching import launching, while_leading
 from orchestrator.deployment.logging import json_log
 from orchestrator.deployment.plan import Plan, WantedShard, check_room, make_plan, shard_plan
 from orchestrator.deployment.progress import Progress
 from orchestrator.deployment.ready import until_ready
 from orchestrator.deployment.redis import kept_redis, remove_left_over
 from orchestrator.deployment.scheduling import calibrating, scheduler_of
-from orchestrator.deployment.state import TEMPORARY, State, StateFolder, started_ticks
+from orchestrator.deployment.state import DOCKER, TEMPORARY, State, StateFolder, started_ticks
 from orchestrator.deployment.workers import GatewayWorkers
 from orchestrator.embedded.folder import checked_config
 from orchestrator.embedded.weights import pick_dtype, resolve_model
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.queues import ConductorQueue
+from orchestrator.settings import Settings
 from orchestrator.shards.probe import http_probe
-from orchestrator.shards.process import LOG_LIMIT_BYTES, ROTATE_EVERY_S, ProcessLauncher, rotate
-from orchestrator.shards.static import StaticLauncher
+from orchestrator.shards.process import LOG_LIMIT_BYTES, ROTATE_EVERY_S, rotate
+from tgi_patches.contract import ShardSpec
 from tgi_patches.key import key_from
 
 STOP_LIMIT_S = 20.0
@@ -64,13 +67,41 @@ class Order:
     """The token that the gateway asks for at `/admin` and `/metrics`, where it does."""
 
     @property
+    def settings(self) -> Settings:
+        return self.loaded.settings
+
+    @property
+    def logs(self) -> Path:
+        return self.folder.logs
+
+    @property
     def deployment(self) -> str:
         return self.loaded.settings.deployment
 
     def log_files(self) -> dict[str, Path]:
         """By shard name, and of `conductor` and `gateway`."""
-        names = [*(spec.shard for spec in self.plan.launched), "conductor", "gateway"]
+        # The engine has those of containers.
+        shards = [] if self.plan.containers else [spec.shard for spec in self.plan.launched]
+        names = [*shards, "conductor", "gateway"]
         return {name: self.folder.log_of(name) for name in names}
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a deployment of containers ends; one of processes always ends whole."""
+
+    ready: bool = False
+    """It was; a start that failed takes back only what it launched itself."""
+    removes: bool = False
+    """Somebody wants it gone: otherwise shards go on for the next `up`."""
+
+    @property
+    def leaves(self) -> bool:
+        return self.ready and not self.removes
+
+    @property
+    def rolls_back(self) -> bool:
+        return not self.ready and not self.removes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +110,8 @@ class Running:
 
     state: State
     parts: tuple[asyncio.Task[None], ...]
-    reload: Callable[[], None]
-    """Every gateway worker reads keys and certificates again."""
+    workers: GatewayWorkers
+    ending: Ending
 
     async def broken(self) -> None:
         """Raises when a part has ended that must not end."""
@@ -111,6 +142,8 @@ def ordered(loaded: Loaded, progress: Progress) -> Iterator[Order]:
             progress.step("Looking for the model")
             plan = planned(loaded, progress)
             progress.done(f"Model {plan.model.name} in {plan.dtype}")
+            for note in plan.containers.notes if plan.containers else ():
+                progress.done(note)
             yield Order(loaded, plan, folder, sockets, key, token)
 
 
@@ -121,7 +154,8 @@ def clean_up(folder: StateFolder) -> bool:
     """
     left = folder.read()
     if left is not None:
-        remove_arenas(Path(left.arena_dir), left.deployment)
+        if not left.in_containers:
+            remove_arenas(Path(left.arena_dir), left.deployment)
         remove_left_over(left.redis_url)
         folder.forget()
     return left is not None
@@ -142,6 +176,8 @@ def planned(loaded: Loaded, progress: Progress, alone: WantedShard | None = None
 
     ConfigError in one sentence for what cannot work here.
     """
+    if loaded.settings.launcher == DOCKER and alone is None:
+        return asyncio.run(planned_in_containers(loaded, progress))
     wanted = loaded.settings.model
     model = resolve_model(wanted.id, wanted.revision, wanted.cache, wanted.token_file, progress.done)
     config = checked_config(model.path, model.name)
@@ -156,13 +192,18 @@ def planned(loaded: Loaded, progress: Progress, alone: WantedShard | None = None
     return plan
 
 
+def planned_orders(loaded: Loaded, progress: Progress) -> tuple[ShardSpec, ...]:
+    """What `up` would launch by these settings now, beside shards at given URLs.  Launches nothing."""
+    return planned(loaded, progress).launched
+
+
 @asynccontextmanager
-async def deployed(order: Order, progress: Progress) -> AsyncIterator[Running]:
+async def deployed(order: Order, progress: Progress, ending: Ending | None = None) -> AsyncIterator[Running]:
     """Everything runs and is ready inside the block; nothing of it is left after it."""
     settings = order.loaded.settings
+    ending = ending or Ending(removes=True)
     async with AsyncExitStack() as stack:
-        stack.callback(order.folder.forget)
-        stack.callback(remove_arenas, order.plan.arena_dir, order.deployment)
+        stack.callback(_forgotten, order, ending)
         progress.step("Starting Redis")
         given = settings.redis.url
         redis_url = given if given is not None else await stack.enter_async_context(kept_redis())
@@ -172,13 +213,15 @@ async def deployed(order: Order, progress: Progress) -> AsyncIterator[Running]:
         order.folder.write(state)
         count = len(order.plan.launched)
         progress.step(f"Starting {count} {'shard' if count == 1 else 'shards'} and the gateway")
-        conductor, conducting = await stack.enter_async_context(_conducting(order, redis_url))
+        conductor, conducting = await stack.enter_async_context(_conducting(order, redis_url, ending))
         workers = _gateway(order, redis_url)
         parts = (conducting, await stack.enter_async_context(workers.running()))
+        stack.callback(lambda: workers.leave() if ending.leaves else None)
         own_logs = [order.folder.log_of(name) for name in ("conductor", "gateway")]
         await stack.enter_async_context(kept_short(own_logs))
         await until_ready(conductor, parts, state, progress)
-        yield Running(state, parts, workers.reload)
+        ending.ready = True
+        yield Running(state, parts, workers, ending)
 
 
 @asynccontextmanager
@@ -220,12 +263,29 @@ def _state_of(order: Order, redis_url: str) -> State:
         specs=order.plan.specs,
         logs={name: str(path) for name, path in order.log_files().items()},
         urls=dict(order.plan.urls),
+        launcher=order.loaded.settings.launcher,
+        docker_host=order.loaded.settings.docker.host,
+        settings=order.loaded.told(),
     )
 
 
+def _forgotten(order: Order, ending: Ending) -> None:
+    """What stands in files.  Of containers that go on, the next `up` and `down` read it."""
+    if order.plan.containers is None:
+        remove_arenas(order.plan.arena_dir, order.deployment)
+        order.folder.forget()
+    elif not ending.leaves:
+        order.folder.forget()
+
+
 @asynccontextmanager
-async def _conducting(order: Order, redis_url: str) -> AsyncIterator[tuple[Conductor, asyncio.Task[None]]]:
-    """The conductor and its shards; both are stopped at the end, shards after their requests."""
+async def _conducting(
+    order: Order, redis_url: str, ending: Ending
+) -> AsyncIterator[tuple[Conductor, asyncio.Task[None]]]:
+    """The conductor and its shards; both are stopped at the end, shards after their requests.
+
+    Containers are left, unless somebody wants them gone or the start failed that launched them.
+    """
     settings = order.loaded.settings
     file = CostFile(order.folder.path / COSTS_FILE)
     costs = file.read()
@@ -234,14 +294,14 @@ async def _conducting(order: Order, redis_url: str) -> AsyncIterator[tuple[Condu
         calibrating(settings, key_from(order.key_env)) as calibrator,
         httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client,
         ConductorQueue(redis_url, order.deployment, f"conductor-{os.getpid()}") as queue,
+        launching(order, while_leading(queue), lambda: ending.rolls_back) as place,
     ):
-        processes = ProcessLauncher(order.folder.logs, env=order.key_env)
-        launcher = StaticLauncher(order.plan.urls, processes)
         conductor = Conductor(
             queue,
-            launcher,
+            place.launcher,
             order.plan.specs,
             http_probe(client),
+            room_for=place.room_for,
             scheduler=scheduler_of(settings),
             costs=costs,
             calibrator=calibrator,
@@ -251,7 +311,8 @@ async def _conducting(order: Order, redis_url: str) -> AsyncIterator[tuple[Condu
         try:
             yield conductor, task
         finally:
-            conductor.stop()
+            keeps = order.plan.containers is not None and not ending.removes
+            conductor.stop(keep_shards=keeps)
             await asyncio.wait([task], timeout=STOP_LIMIT_S)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -282,4 +343,5 @@ def _gateway(order: Order, redis_url: str) -> GatewayWorkers:
         order.folder.path / "gateway",
         count=order.loaded.settings.gateway.workers,
         log_file=order.folder.log_of("gateway"),
+        outlive_s=order.loaded.settings.limits.request_timeout_s if order.plan.containers else None,
     )

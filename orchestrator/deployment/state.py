@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.core.order import ShardOrder
 from orchestrator.errors import ConfigError
 from tgi_patches.contract import ContractError, ShardSpec, checked_part
 
 APPLICATION = "tgi-orchestrator"
 STATE_VERSION = 1
+DOCKER = "docker"
 TEMPORARY = "verify-"
 """Names of deployments that are started for one command begin so."""
 POLL_S = 0.05
@@ -53,12 +55,22 @@ class State:
     """The certificate that the gateway shows; empty without TLS."""
     api_keys: bool = False
     """Clients need a key."""
+    launcher: str = "process"
+    docker_host: str = ""
+    """The engine of the shards' containers; empty for the one that the environment names."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it was started with, by dotted key, without passwords: `apply` compares with it."""
     version: int = STATE_VERSION
 
     @property
     def launched(self) -> tuple[ShardSpec, ...]:
         """The shards that `up` started."""
         return tuple(spec for spec in self.specs if spec.shard not in self.urls)
+
+    @property
+    def in_containers(self) -> bool:
+        """Shards outlive `up`: SIGTERM leaves them serving, SIGINT removes them."""
+        return self.launcher == DOCKER
 
     def to_json(self) -> str:
         raw = dataclasses.asdict(self)
@@ -68,7 +80,8 @@ class State:
     @classmethod
     def from_json(cls, text: str) -> State:
         raw: dict[str, Any] = json.loads(text)
-        raw["specs"] = tuple(ShardSpec.from_dict(spec) for spec in raw["specs"])
+        order = ShardOrder if raw.get("launcher") == DOCKER else ShardSpec
+        raw["specs"] = tuple(order.from_dict(spec) for spec in raw["specs"])
         return cls(**raw)
 
 
@@ -169,9 +182,9 @@ def started_ticks(pid: int) -> int | None:
 
 
 def stop(state: State, timeout_s: float) -> bool:
-    """SIGTERM the `up` process and wait for its end; False when it is still there after `timeout_s`."""
+    """Have the `up` process stop everything, and wait for its end; False where it lives after `timeout_s`."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(state.pid, signal.SIGTERM)
+        os.kill(state.pid, signal.SIGINT if state.in_containers else signal.SIGTERM)
     deadline = time.monotonic() + timeout_s
     while started_ticks(state.pid) == state.pid_started:
         if time.monotonic() > deadline:

@@ -20,7 +20,7 @@ from typing import Self
 
 import structlog
 
-from orchestrator.deployment.gateway import Sockets, last_words
+from orchestrator.deployment.gateway import Sockets, last_words, listened_at
 from orchestrator.deployment.shares import CLOSED, Shares
 from orchestrator.embedded.redis import end_with_owner
 from orchestrator.errors import ConfigError
@@ -31,8 +31,13 @@ STOP_LIMIT_S = 10.0
 """For answers that are under way when the gateway is asked to stop."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
+LOOK_S = 0.05
 HEALTHY_AFTER_S = 10.0
 """A worker that ran this long starts again at once."""
+OUTLIVE = signal.SIGUSR1
+"""Tells a worker that its parent ends or has ended: no new connections, but answers are finished."""
+CLOSED_LIMIT_S = 5.0
+"""For workers to give the port back, so that the next parent can have it."""
 WORKER = (sys.executable, "-m", "orchestrator.commands.worker")
 
 
@@ -75,9 +80,13 @@ class GatewayWorkers:
         *,
         count: int = 1,
         log_file: Path | None = None,
+        outlive_s: float | None = None,
         command: Sequence[str] = WORKER,
     ) -> None:
+        """With `outlive_s` workers finish their answers within it when this process ends, however it does."""
         self._sockets = sockets
+        self._outlive_s = outlive_s
+        self._leaving = False
         self._env = env
         self._folder = folder
         self._log_file = log_file
@@ -107,12 +116,36 @@ class GatewayWorkers:
             yield watch
         finally:
             # First our own copy of the sockets: nobody new may queue on a port without a reader.
+            address = self._sockets.clients.getsockname()[:2]
             self._sockets.close()
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-            await asyncio.gather(*map(_stop, self._processes.values()))
+            if self._leaving:
+                await self._left(address)
+            else:
+                await asyncio.gather(*map(_stop, self._processes.values()))
             shares.close()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def leave(self) -> None:
+        """At the end workers are left to finish what they answer, in place of being stopped.
+
+        This process must then end by `os._exit`: asyncio kills the children that it still knows.
+        """
+        self._leaving = self._outlive_s is not None
+
+    async def _left(self, address: tuple[str, int]) -> None:
+        """Returns once nobody listens; the first process of a container stays for as long as answers take."""
+        for process in self._processes.values():
+            if process.returncode is None:
+                process.send_signal(OUTLIVE)
+        ended = [asyncio.create_task(process.wait()) for process in self._processes.values()]
+        limit_s = (self._outlive_s or 0.0) if os.getpid() == 1 else 0.0
+        done_s = asyncio.get_running_loop().time() + max(limit_s, CLOSED_LIMIT_S)
+        while asyncio.get_running_loop().time() < done_s:
+            _, pending = await asyncio.wait(ended, timeout=LOOK_S)
+            if not pending or (not limit_s and not await asyncio.to_thread(listened_at, *address)):
+                break
 
     def reload(self) -> None:
         """Every worker reads keys and certificates again; one that is starting does so once it serves."""
@@ -166,9 +199,12 @@ class GatewayWorkers:
                 pass_fds=descriptors,
                 # Ctrl-C in the terminal is for the parent, which stops its children in order.
                 start_new_session=True,
-                preexec_fn=_prepared(end_with_owner(os.getpid())),
+                preexec_fn=_prepared(end_with_owner(os.getpid(), self._when_we_end())),
             )
         return process
+
+    def _when_we_end(self) -> signal.Signals:
+        return signal.SIGTERM if self._outlive_s is None else OUTLIVE
 
 
 def _prepared(end_with_owner: Callable[[], None]) -> Callable[[], None]:

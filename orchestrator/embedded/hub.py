@@ -38,10 +38,16 @@ class Hub:
     offline: bool
     token: str | None
     progress: Callable[[str], None]
+    sized: Callable[[Path, int], None] | None = None
+    """Hears before a download which folder grows, and by how many bytes."""
 
     @classmethod
     def from_env(
-        cls, env: Mapping[str, str], token_file: Path | None, progress: Callable[[str], None]
+        cls,
+        env: Mapping[str, str],
+        token_file: Path | None,
+        progress: Callable[[str], None],
+        sized: Callable[[Path, int], None] | None = None,
     ) -> Hub:
         """HF_ENDPOINT, HF_HUB_CACHE, HF_HOME and HF_HUB_OFFLINE, as the hub's own tools read them."""
         home = env.get("HF_HOME")
@@ -52,6 +58,7 @@ class Hub:
             offline=env.get("HF_HUB_OFFLINE", "").upper() in _TRUE,
             token=_read_token(token_file) if token_file else None,
             progress=progress,
+            sized=sized,
         )
 
     def snapshot(
@@ -103,6 +110,8 @@ class Hub:
             missing_bytes = sum(file.file_size for file in plan if file.will_download)
             if missing_bytes:
                 self.progress(f"Downloading {model} from the hub: about {missing_bytes / 1e6:.0f} MB.")
+                if self.sized is not None:
+                    self.sized(self.cache / f"models--{model.replace('/', '--')}", missing_bytes)
             return Path(self._download(model, revision, PATTERNS))
         except FAILURES as error:
             raise ConfigError(_sentence(model, revision, error)) from error

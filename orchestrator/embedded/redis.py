@@ -186,12 +186,12 @@ class EmbeddedRedis:
             leftover.unlink(missing_ok=True)
 
 
-def end_with_owner(owner: int) -> Callable[[], None]:
-    """Runs in the child before exec: the kernel sends it SIGTERM when the owner's thread ends."""
+def end_with_owner(owner: int, told: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
+    """Runs in the child before exec: the kernel sends it `told` when the owner's thread ends."""
     prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(PR_SET_PDEATHSIG, told)
         if os.getppid() != owner:
             os._exit(1)  # the owner ended before the kernel was asked
 

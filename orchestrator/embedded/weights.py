@@ -45,10 +45,12 @@ def resolve_model(
     token_file: Path | None,
     progress: Progress,
     env: Mapping[str, str] = os.environ,
+    sized: Callable[[Path, int], None] | None = None,
 ) -> ResolvedModel:
     """Find `id_or_path`, downloading it when it has to be; ConfigError in one sentence when it cannot be.
 
-    Blocks for as long as a download takes; every step that waits for another machine has a limit.
+    Blocks for as long as a download takes; every step that waits for another machine has a limit.  `sized`
+    hears before a download which folder grows, and by how many bytes.
     """
     if is_folder(id_or_path):
         folder = Path(id_or_path).expanduser().resolve()
@@ -64,7 +66,7 @@ def resolve_model(
         raise ConfigError(f"Fetching {id_or_path} needs the extra `shard`: install tgi-orchestrator[shard].")
     from orchestrator.embedded.hub import Hub
 
-    hub = Hub.from_env(env, token_file, progress)
+    hub = Hub.from_env(env, token_file, progress, sized)
     snapshot = hub.snapshot(id_or_path, revision, cached_first=packaged, required=not packaged)
     if snapshot is not None:
         return described(snapshot, id_or_path, commit_revision)

@@ -112,7 +112,7 @@ class ProcessLauncher:
         return child is not None and not child.exit.done()
 
     async def _start(self, spec: ShardSpec) -> Running:
-        port = spec.port or _free_port(spec.host, {child.port for child in self._children.values()})
+        port = spec.port or free_port(spec.host, {child.port for child in self._children.values()})
         spec = dataclasses.replace(spec, port=port)
         path = self.log_path(spec.shard)
         try:
@@ -162,6 +162,7 @@ def running_of(spec: ShardSpec, pid: int | None = None) -> Running:
         pid,
         sidecar_url=f"http://{host}:{spec.sidecar_port}" if spec.sidecar_port else "",
         pull_host=spec.pull_host,
+        order=spec,
     )
 
 
@@ -174,23 +175,30 @@ def shard_environment(spec: ShardSpec) -> dict[str, str]:
     return {**kept, **own, **spec.to_env()}
 
 
-def _free_port(host: str, taken: set[int]) -> int:
+def free_port(host: str, taken: set[int]) -> int:
     """A port nobody listens on; never one that another shard was given.
 
     Below the range from which Linux serves outgoing connections: until the shard listens, one of
     those could take it.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return free_ports(host, taken, 1)
+
+
+def free_ports(host: str, taken: set[int], count: int) -> int:
+    """The first of so many in a row, none of which anybody listens on."""
     for port in random.sample(SHARD_PORTS, len(SHARD_PORTS)):
-        if port in taken:
-            continue
-        with socket.socket(family) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
+        if not any(one in taken or not _is_free(host, one) for one in range(port, port + count)):
             return port
     raise ShardError(f"No free port was found on {host}.")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
 
 
 def in_url(host: str) -> str:

@@ -13,9 +13,16 @@ from tgi_patches.contract import ShardSpec
 class StaticLauncher:
     """See `Launcher`.  What stands in `urls` (by shard name) is only observed; `rest` has all others."""
 
-    def __init__(self, urls: Mapping[str, str], rest: Launcher) -> None:
+    def __init__(
+        self, urls: Mapping[str, str], rest: Launcher, sidecars: Mapping[str, str] | None = None
+    ) -> None:
+        """`sidecars`: their URLs, by name of the shard, where they are processes of their own."""
         self._rest = rest
-        self._observed = {shard: Running(shard, url, observed=True) for shard, url in urls.items()}
+        beside = sidecars or {}
+        self._observed = {
+            shard: Running(shard, url, observed=True, sidecar_url=beside.get(shard, ""))
+            for shard, url in urls.items()
+        }
 
     async def launch(self, spec: ShardSpec) -> Running:
         if spec.shard in self._observed:

@@ -1,13 +1,13 @@
 """One Docker engine, through the Docker SDK: its blocking calls in threads, its errors in our words.
 
-Every call has a deadline.  Nothing else here imports the SDK's errors.
+Every call has a deadline.  Besides a log that is followed, nothing goes around it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -47,6 +47,12 @@ class EngineFacts:
     """Where it keeps images and volumes."""
     cdi: bool
     """It reads CDI names of devices."""
+    id: str = ""
+    cgroup_driver: str = ""
+    """`cgroupfs`, `systemd` or `none`."""
+    cgroup_version: str = ""
+    devices: tuple[str, ...] = ()
+    """CDI names that it has found; engines before 28.4 do not tell."""
 
 
 class Engine:
@@ -120,12 +126,11 @@ def check_usable(facts: EngineFacts) -> None:
 
 def _opened(host: str) -> tuple[docker.DockerClient, EngineFacts]:
     client = docker.DockerClient(base_url=host, version="auto", timeout=int(CALL_S))
-    return client, _facts(client)
+    return client, facts_of(client.info(), client.version())
 
 
-def _facts(client: docker.DockerClient) -> EngineFacts:
-    info: dict[str, Any] = client.info()
-    version: dict[str, Any] = client.version()
+def facts_of(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
+    """From the engine's answers to `/info` and `/version`."""
     major, _, minor = str(version.get("ApiVersion", "0.0")).partition(".")
     components = version.get("Components") or [{"Name": "Engine"}]
     return EngineFacts(
@@ -138,6 +143,10 @@ def _facts(client: docker.DockerClient) -> EngineFacts:
         cpus=int(info.get("NCPU", 0)),
         root=str(info.get("DockerRootDir", "")),
         cdi=bool(info.get("CDISpecDirs")),
+        id=str(info.get("ID", "")),
+        cgroup_driver=str(info.get("CgroupDriver", "")),
+        cgroup_version=str(info.get("CgroupVersion", "")),
+        devices=tuple(str(one.get("ID", "")) for one in info.get("DiscoveredDevices") or ()),
     )
 
 

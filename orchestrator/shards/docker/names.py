@@ -7,6 +7,8 @@ DEPLOYMENT_LABEL = "tgi-orchestrator.deployment"
 SHARD_LABEL = "tgi-orchestrator.shard"
 SPEC_LABEL = "tgi-orchestrator.spec"
 """The `ShardOrder` as JSON."""
+TASK_LABEL = "tgi-orchestrator.task"
+"""Of a container that does one thing and ends: `weights`."""
 
 # What an image says of itself.
 TGI_LABEL = "tgi-orchestrator.tgi"

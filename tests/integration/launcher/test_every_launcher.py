@@ -4,29 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orchestrator.core.order import ShardOrder
 from orchestrator.errors import ShardError
+from orchestrator.shards.docker.engine import Engine
+from orchestrator.shards.docker.launcher import DockerLauncher
 from orchestrator.shards.launcher import FakeLauncher, Launcher
 from orchestrator.shards.process import ProcessLauncher, running_of
 from orchestrator.shards.static import StaticLauncher
-from tgi_patches.contract import Role, ShardSpec
+from tests.integration.launcher.tiny_image import tiny_image
+from tgi_patches.contract import Role
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("tiny_shard.py")))
 KEPT = "http://10.0.0.1:3001"
 
 
-def spec(shard: str = "d0") -> ShardSpec:
-    return ShardSpec("test", shard, Role.DECODE, "run", "name")
+def spec(shard: str = "d0", image: str = "") -> ShardOrder:
+    return ShardOrder("test", shard, Role.DECODE, "run", "name", image=image)
 
 
-@pytest.fixture(params=["fake", "process", "static"])
+@pytest.fixture(scope="module")
+def image() -> Iterator[str]:
+    with tiny_image() as name:
+        yield name
+
+
+@pytest.fixture(
+    params=["fake", "process", "static", pytest.param("docker", marks=pytest.mark.docker)],
+)
 async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Launcher]:
     """`d0` is launched by each; the static one also knows `p0`, which somebody else keeps."""
+    if request.param == "docker":
+        request.getfixturevalue("image")
+        async with in_containers() as containers:
+            yield containers
+        return
     processes = ProcessLauncher(tmp_path, command=COMMAND)
     made: dict[str, Launcher] = {
         "fake": FakeLauncher(),
@@ -37,22 +56,50 @@ async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     await processes.close(grace_s=2)
 
 
+@asynccontextmanager
+async def in_containers() -> AsyncIterator[Launcher]:
+    async def may_act() -> None:
+        """Nobody else leads."""
+
+    engine = await Engine.connect()
+    deployment = f"test-{uuid.uuid4().hex[:8]}"
+    launcher = DockerLauncher(
+        engine, deployment, network="", secrets={}, mounts=(), log_bytes=10**6, may_act=may_act
+    )
+    try:
+        yield launcher
+    finally:
+        await launcher.close(grace_s=2)
+        await engine.aclose()
+
+
+@pytest.fixture
+def order(request: pytest.FixtureRequest, launcher: Launcher) -> ShardOrder:
+    """Of `d0`, as the launcher needs it."""
+    image = request.getfixturevalue("image") if isinstance(launcher, DockerLauncher) else ""
+    return spec(image=image)
+
+
 async def launched_here(launcher: Launcher) -> list[str]:
     return [shard for shard, running in (await launcher.running()).items() if not running.observed]
 
 
-async def test_a_shard_is_launched_once_and_is_listed_while_it_runs(launcher: Launcher) -> None:
+async def test_a_shard_is_launched_once_and_is_listed_while_it_runs(
+    launcher: Launcher, order: ShardOrder
+) -> None:
     assert await launched_here(launcher) == []
-    running = await launcher.launch(spec())
+    running = await launcher.launch(order)
     assert (await launcher.running())["d0"] == running
     with pytest.raises(ShardError, match="already running"):
-        await launcher.launch(spec())
+        await launcher.launch(order)
     await launcher.stop("d0", grace_s=5)
     assert await launched_here(launcher) == []
 
 
-async def test_whoever_waits_hears_of_the_end_and_may_stop_waiting_before(launcher: Launcher) -> None:
-    await launcher.launch(spec())
+async def test_whoever_waits_hears_of_the_end_and_may_stop_waiting_before(
+    launcher: Launcher, order: ShardOrder
+) -> None:
+    await launcher.launch(order)
     impatient, patient = (asyncio.create_task(launcher.wait("d0")) for _ in range(2))
     await asyncio.sleep(0)
     impatient.cancel()
@@ -68,9 +115,23 @@ async def test_what_was_never_launched_can_be_waited_for_and_stopped(launcher: L
     assert await launcher.logs("unknown", 5) == []
 
 
-async def test_closing_ends_all_that_was_launched(launcher: Launcher) -> None:
+async def test_a_shard_that_was_stopped_can_be_launched_again_and_is_waited_for_anew(
+    launcher: Launcher, order: ShardOrder
+) -> None:
+    for _ in range(2):
+        await launcher.launch(order)
+        waiting = asyncio.create_task(launcher.wait("d0"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await launcher.stop("d0", grace_s=5)
+        ended = await asyncio.wait_for(waiting, 20)
+        assert ended == await launcher.wait("d0")
+        assert ended.code != 0
+
+
+async def test_closing_ends_all_that_was_launched(launcher: Launcher, order: ShardOrder) -> None:
     for shard in ("d0", "d1"):
-        await launcher.launch(spec(shard))
+        await launcher.launch(replace(order, shard=shard))
     await launcher.close(grace_s=5)
     assert await launched_here(launcher) == []
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,16 +187,16 @@ async def test_a_crashed_process_is_dead_at_once_and_comes_back_with_a_fresh_epo
     async with httpx.AsyncClient() as client:
         supervisor = Supervisor(launcher, [spec()], http_probe(client), rules=RULES, pace=PACE)
         task = asyncio.create_task(supervisor.run())
-        await asyncio.wait_for(supervisor.ready.wait(), 30)
+        await asyncio.wait_for(supervisor.states.ready.wait(), 30)
         (first,) = supervisor.watched()
         with pytest.raises(httpx.HTTPError):
             await client.get(f"{first.url}/crash")
-        await until(lambda: not supervisor.ready.is_set())
-        await asyncio.wait_for(supervisor.ready.wait(), 30)
+        await until(lambda: not supervisor.states.ready.is_set())
+        await asyncio.wait_for(supervisor.states.ready.wait(), 30)
         (second,) = supervisor.watched()
         assert second.epoch > first.epoch
-        assert supervisor.gone == {("d0", first.epoch)}
-        assert (second.failures, supervisor.problems) == (1, {})
+        assert supervisor.states.gone == {("d0", first.epoch)}
+        assert (second.failures, supervisor.states.problems) == (1, {})
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -204,9 +205,9 @@ async def test_a_crash_loop_backs_off_and_says_what_the_log_says(launcher: Proce
     async with httpx.AsyncClient() as client:
         supervisor = Supervisor(launcher, [spec("crash")], http_probe(client), rules=RULES, pace=PACE)
         task = asyncio.create_task(supervisor.run())
-        await until(lambda: "3 times in a row (exit code 3)" in supervisor.problems.get("d0", ""))
-        assert "the next start is in 0.04 s" in supervisor.problems["d0"]
-        assert "crash of d0" in supervisor.problems["d0"]
+        await until(lambda: "3 times in a row (exit code 3)" in supervisor.states.problems.get("d0", ""))
+        assert "the next start is in 0.04 s" in supervisor.states.problems["d0"]
+        assert "crash of d0" in supervisor.states.problems["d0"]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -230,11 +231,39 @@ async def test_a_supervisor_that_comes_back_finds_its_shards_instead_of_launchin
         for _ in range(2):
             supervisor = Supervisor(launcher, [spec()], http_probe(client), rules=RULES, pace=PACE)
             task = asyncio.create_task(supervisor.run())
-            await asyncio.wait_for(supervisor.ready.wait(), 30)
+            await asyncio.wait_for(supervisor.states.ready.wait(), 30)
             epochs.append(supervisor.watched()[0].epoch)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
     assert epochs[0] == epochs[1]
+
+
+async def test_processes_are_rolled_to_another_limit_and_another_count(launcher: ProcessLauncher) -> None:
+    pace = replace(PACE, proof_s=0.1)
+    async with httpx.AsyncClient() as client:
+        supervisor = Supervisor(launcher, [spec()], http_probe(client), rules=RULES, pace=pace)
+        task = asyncio.create_task(supervisor.run())
+        await asyncio.wait_for(supervisor.states.ready.wait(), 30)
+        (old,) = (await launcher.running()).values()
+        changed = [spec(shard=f"d{n}", max_concurrent_requests=9) for n in range(2)]
+        supervisor.want(changed, "first")
+        await until(lambda: supervisor.roll.over)
+        assert supervisor.roll.state == "done", supervisor.roll.problem
+        running = await launcher.running()
+        assert sorted(running) == ["d1", "decode-0"]
+        orders = [one.order for one in running.values()]
+        assert all(order is not None and order.max_concurrent_requests == 9 for order in orders)
+        assert all(order is not None and order.port for order in orders), "as it was launched"
+        assert old.pid is not None
+        assert not alive(old.pid)
+        supervisor.want([spec("bad", max_concurrent_requests=10)], "second")
+        await until(lambda: supervisor.roll.id == "second" and supervisor.roll.over)
+        assert supervisor.roll.problem == (
+            "Shard d0 did not get ready: it ended (exit code 2): The folder /x holds no model."
+        )
+        assert sorted(await launcher.running()) == ["d1", "decode-0"]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_two_shards_of_one_name_are_bad_configuration() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 from tgi_patches.contract import PROTOCOL_VERSION, Fingerprint, Limits, ShardSpec, StatusReply, new_epoch
 
@@ -65,6 +66,15 @@ def main() -> None:
         case "parent":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             say(f"child {child.pid}")
+        case "hungry":
+            held = bytearray()
+            while True:
+                held += b"x" * 2**20
+        case "fills":
+            with Path(SPEC.arena_dir, SPEC.shard).open("wb", buffering=0) as arena:
+                for _ in range(0, SPEC.arena_bytes, 2**20):
+                    arena.write(bytes(2**20))
+            say("filled")
         case "chatty":
             line = "x" * 99
             while True:

@@ -1,0 +1,213 @@
+"""A deployment whose shards are containers, from `up` to `down`, as a user has it on a Docker host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from orchestrator.shards.docker.names import container_name
+
+from .cli import DockerLine
+from .engine import containers_of, docker, inspected, left_of
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(400)]
+
+LIMIT_S = 90.0
+LETTERS = 1500
+"""Of a long answer: a grammar keeps the small model from ending it before."""
+
+
+def ask(url: str, text: str = "The quick brown fox") -> httpx.Response:
+    body = {"inputs": text, "parameters": {"max_new_tokens": 8}}
+    return httpx.post(f"{url}/generate", json=body, timeout=LIMIT_S)
+
+
+def shards(url: str) -> dict[str, Mapping[str, Any]]:
+    told = httpx.get(f"{url}/admin/status", timeout=LIMIT_S).json()
+    return {shard["shard"]: shard for shard in told["shards"]}
+
+
+def until(reached: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not reached():
+        assert time.monotonic() < end_s, f"waited too long for {what}"
+        time.sleep(0.2)
+
+
+class Stream:
+    """A long answer, read in a thread until it ends."""
+
+    def __init__(self, url: str) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.failure: BaseException | None = None
+        self._url = url
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        until(lambda: len(self.events) > 5 or self.failure is not None, "the first tokens")
+
+    def _read(self) -> None:
+        grammar = {"type": "regex", "value": f"[a-z]{{{LETTERS}}}"}
+        parameters = {"max_new_tokens": 2 * LETTERS, "do_sample": False, "grammar": grammar}
+        body = {"inputs": "The quick brown fox", "parameters": parameters}
+        try:
+            with httpx.stream("POST", f"{self._url}/generate_stream", json=body, timeout=LIMIT_S) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data:"):
+                        self.events.append(json.loads(line.removeprefix("data:")))
+        except httpx.HTTPError as error:
+            self.failure = error
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def text(self) -> str:
+        """The whole answer, which must have come to its end."""
+        self._thread.join(LIMIT_S)
+        assert self.ended
+        assert self.failure is None
+        assert [event["index"] for event in self.events] == list(range(1, len(self.events) + 1))
+        whole: str = self.events[-1]["generated_text"]
+        return whole
+
+
+def ids(deployment: str) -> dict[str, str]:
+    """Of its containers, by name."""
+    return {name: inspected(name)["Id"] for name in containers_of(deployment)}
+
+
+def end_up(cli: DockerLine, number: signal.Signals) -> None:
+    """The `up` process is told, or killed, and is gone."""
+    pid = json.loads(cli.state_file.read_text())["pid"]
+    os.kill(pid, number)
+    until(lambda: not _lives(pid), "the end of `up`")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123 - gone between two looks
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def foreground(cli: DockerLine) -> Iterator[subprocess.Popen[str]]:
+    process = cli.popen("up", "--json")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def test_a_pair_in_containers_answers_heals_and_leaves_nothing(
+    docker_cli: DockerLine,
+) -> None:
+    cli = docker_cli
+    url = cli.json("up", "--detach")["url"]
+    names = [container_name(cli.name, shard) for shard in ("prefill-0", "decode-0")]
+    assert sorted(containers_of(cli.name)) == sorted(names)
+    answer = ask(url)
+    assert answer.headers["x-orchestrator-route"] == "separated"
+    assert answer.headers["x-orchestrator-import"] == "hit"
+    verified = cli.run("verify", "--json", limit_s=200)
+    assert verified.returncode == 0, verified.stderr
+    assert '"event": "generation"' in cli.run("logs", "decode-0").stdout
+
+    before = shards(url)["decode-0"]["epoch"]
+    docker("kill", names[1])
+    until(lambda: shards(url)["decode-0"]["state"] != "ready", "the loss to be seen")
+    until(lambda: shards(url)["decode-0"]["state"] == "ready", "a new decode shard")
+    assert shards(url)["decode-0"]["epoch"] != before
+    assert ask(url).json() == answer.json()
+
+    assert cli.run("down").returncode == 0
+    assert left_of(cli.name) == []
+    assert not cli.state_file.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_orchestrator_that_is_restarted_adopts_its_shards_and_breaks_no_stream(
+    docker_cli: DockerLine, number: signal.Signals
+) -> None:
+    cli = docker_cli
+    url = cli.json("up", "--detach")["url"]
+    cli.env["ORCHESTRATOR_GATEWAY__LISTEN"] = url.removeprefix("http://")
+    before, epochs = ids(cli.name), {n: s["epoch"] for n, s in shards(url).items()}
+    stream = Stream(url)
+    end_up(cli, number)
+    assert not stream.ended, "the answer was too short to show anything"
+    assert cli.json("up", "--detach")["url"] == url
+    assert ids(cli.name) == before
+    assert {n: s["epoch"] for n, s in shards(url).items()} == epochs
+    assert ask(url).status_code == 200
+    assert len(stream.text()) == LETTERS
+
+
+def test_ctrl_c_removes_what_a_foreground_up_launched(
+    docker_cli: DockerLine,
+) -> None:
+    with foreground(docker_cli) as process:
+        until(docker_cli.state_file.exists, "a state file")
+        until(lambda: len(containers_of(docker_cli.name)) == 2, "two containers")
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["shards"] == ["prefill-0", "decode-0"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 0
+    assert left_of(docker_cli.name) == []
+
+
+def test_down_removes_shards_whose_orchestrator_left_them(
+    docker_cli: DockerLine,
+) -> None:
+    docker_cli.json("up", "--detach")
+    end_up(docker_cli, signal.SIGTERM)
+    assert len(containers_of(docker_cli.name)) == 2
+    done = docker_cli.run("down")
+    assert done.returncode == 0, done.stderr
+    assert f"Removed {container_name(docker_cli.name, 'decode-0')}." in done.stderr
+    assert left_of(docker_cli.name) == []
+    assert docker_cli.run("down").returncode == 3, "there is nothing any more"
+
+
+def test_a_shard_without_enough_memory_ends_up_in_a_sentence_and_nothing_is_left(
+    docker_cli: DockerLine,
+) -> None:
+    docker_cli.env["ORCHESTRATOR_SHARDS__DECODE__MEMORY_BYTES"] = str(48 * 2**20)
+    done = docker_cli.run("up", "--detach")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Shard decode-0 ended 3 times in a row")
+    assert "memory" in last
+    assert left_of(docker_cli.name) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "told"),
+    [
+        ("DOCKER__HOST", "unix:///nowhere.sock", "No Docker engine answers at unix:///nowhere.sock"),
+        ("DOCKER__IMAGE", "never-built:1", "has no image never-built:1: build or pull it first"),
+        ("SHARDS__PREFILL__GPUS", '[["GPU-1"]]', "names GPU-1, and no GPU can be seen from here"),
+        ("SHARDS__DECODE__MEMORY_BYTES", str(2**50), "memory limits are"),
+        ("ARENA__BYTES", str(2**45), "GiB together and the host has"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_anything_is_launched(
+    docker_cli: DockerLine, setting: str, value: str, told: str
+) -> None:
+    docker_cli.env[f"ORCHESTRATOR_{setting}"] = value
+    done = docker_cli.run("up", "--detach")
+    assert done.returncode == (3 if setting == "DOCKER__HOST" else 2)
+    assert told in done.stderr.strip().splitlines()[-1]
+    assert left_of(docker_cli.name) == []
