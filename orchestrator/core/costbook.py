@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from orchestrator.core.cost import KINDS, Costs
 from orchestrator.core.learning import ShardFit
@@ -16,6 +16,7 @@ from orchestrator.core.observing import Observer
 from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket
 
 VERSION = 1
+NOTHING = Costs()
 PROFILES_MOST = 256
 ENOUGH_SAMPLES = 32
 """Of one shard, before what it has learned is what its profile is known by."""
@@ -44,13 +45,15 @@ def profile(view: ShardView) -> str:
 class _Known:
     """One shard's fit, of one incarnation."""
 
-    __slots__ = ("costs", "epoch", "fit", "fit_again_s", "fitted", "profile", "told")
+    __slots__ = ("begun", "costs", "epoch", "fit", "fit_again_s", "fitted", "profile", "told")
 
     def __init__(self, view: ShardView, prior: Costs | None) -> None:
         self.epoch = view.epoch
         self.profile = profile(view)
         self.fit = ShardFit(prior)
         self.costs: Costs | None = None if prior is None or prior == Costs() else prior
+        self.begun: tuple[Costs | None, Costs, Costs] | None = None
+        """`costs`, what every shard begins with, and the one completed by the other."""
         self.fitted: Costs | None = None
         """By `fit`, the last time."""
         self.fit_again_s = float("-inf")
@@ -65,10 +68,19 @@ class CostBook:
         self._profiles = dict(profiles or {})
         self._shards: dict[str, _Known] = {}
         self._observer = Observer()
+        self._start = Costs()
         self._now_s = 0.0
         """Of the latest event."""
         self.changes = 0
         """Counts what a file would have to be written anew for."""
+
+    def begin_with(self, start: Costs) -> Self:
+        """What every shard is taken to cost until it, or one of its kind, has shown something else.
+
+        It is no knowledge of ours: never kept, and nothing is fitted to it.
+        """
+        self._start = start
+        return self
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -103,7 +115,7 @@ class CostBook:
             known = self._shards[view.shard] = _Known(view, self._prior(view))
         if not known.told and self._now_s >= known.fit_again_s:
             self._fit(known)
-        return known.costs
+        return known.costs if self._start == NOTHING else self._begun(known)
 
     def unknown(self, view: ShardView) -> bool:
         """Nobody has measured prefill or decode of a shard like this one."""
@@ -143,6 +155,14 @@ class CostBook:
             self._keep(known)
         if known.fit.seen >= SETTLED_SAMPLES:
             known.fit_again_s = self._now_s + FIT_EVERY_S
+
+    def _begun(self, known: _Known) -> Costs:
+        """What is known of a shard, completed; the same object as long as nothing changes."""
+        before = known.begun
+        if before is None or before[0] is not known.costs or before[1] is not self._start:
+            before = known.costs, self._start, _merged(known.costs or NOTHING, self._start)
+            known.begun = before
+        return before[2]
 
     def _learn(self) -> None:
         for shard, epoch, sample in self._observer.take():

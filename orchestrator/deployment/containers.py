@@ -76,7 +76,7 @@ def in_containers(plan: Plan, settings: Settings, host: Host, model: Model) -> P
     """The same plan, launched as containers.  ConfigError in a sentence for what cannot be placed there."""
     placement = _placed(plan.launched, settings, host, model)
     specs = _placed_specs(plan.launched, placement)
-    network = settings.docker.network or _own_network(host.own) or network_name(settings.deployment)
+    network = network_of(settings, host.own)
     orders = []
     for index, (spec, section) in enumerate((spec, _section(settings, spec)) for spec in specs):
         made = _order(spec, section, index, settings, host, network)
@@ -158,10 +158,13 @@ def _placed(specs: Sequence[ShardSpec], settings: Settings, host: Host, model: M
     return place(wishes, host.topology, host.claims)
 
 
-def _own_network(own: OwnContainer | None) -> str:
-    """Beside ourselves, where we are in a container of a network with names."""
-    named = [name for name in own.networks if name not in ("bridge", "none")] if own else []
-    return named[0] if named else ""
+def network_of(settings: Settings, own: OwnContainer | None) -> str:
+    """The one that is named, else beside ourselves, else a bridge of the deployment's own.
+
+    On Docker's default bridge, and on none, containers have no names for each other.
+    """
+    ours = [name for name in own.networks if name not in ("bridge", "none")] if own else []
+    return next(filter(None, (settings.docker.network, *ours)), network_name(settings.deployment))
 
 
 def _order(

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config import Loaded
+from orchestrator.core.bandwidth import with_measured
 from orchestrator.core.gpu_claims import Claim
 from orchestrator.core.gpu_memory import Load, gpu_need
 from orchestrator.core.kv_bytes import shape_of
 from orchestrator.core.placement import GpuClaim
 from orchestrator.core.topology import Topology
+from orchestrator.deployment.bandwidths import read_bandwidths
 from orchestrator.deployment.containers import Host, Model, image_of, in_containers
 from orchestrator.deployment.launching import engine_of
 from orchestrator.deployment.plan import Plan, make_plan
 from orchestrator.deployment.progress import Progress
+from orchestrator.deployment.state import StateFolder
 from orchestrator.embedded.folder import checked_config, content_revision, is_complete
 from orchestrator.embedded.weights import ResolvedModel, described, is_folder, pick_dtype
 from orchestrator.errors import ConfigError
@@ -59,6 +62,9 @@ async def planned_in_containers(loaded: Loaded, progress: Progress) -> Plan:
 async def surveyed(engine: Engine, settings: Settings) -> Host:
     """What there is, before anything is launched."""
     topology = await _topology(settings)
+    if topology is not None:
+        folder = StateFolder.of(settings.deployment, os.environ)
+        topology = with_measured(topology, await asyncio.to_thread(read_bandwidths, folder))
     images: dict[str, str] = {}
     for role in Role:
         section: RoleSection = getattr(settings.shards, role.value)

@@ -20,9 +20,11 @@ import httpx
 from orchestrator.access import check_access
 from orchestrator.conductor import Conductor
 from orchestrator.config import API_KEYS_VARIABLE, Loaded, hidden
+from orchestrator.core.bandwidth import starting_costs
 from orchestrator.core.costbook import CostBook
 from orchestrator.costs import CostFile
 from orchestrator.deployment.arena import free_bytes, remove_arenas
+from orchestrator.deployment.bandwidths import read_bandwidths
 from orchestrator.deployment.environment import child_env
 from orchestrator.deployment.gateway import Sockets, url_of
 from orchestrator.deployment.host import planned_in_containers
@@ -288,7 +290,7 @@ async def _conducting(
     """
     settings = order.loaded.settings
     file = CostFile(order.folder.path / COSTS_FILE)
-    costs = file.read()
+    costs = file.read().begin_with(starting_costs(read_bandwidths(order.folder)))
     async with (
         _kept(file, costs),
         calibrating(settings, key_from(order.key_env)) as calibrator,
