@@ -126,11 +126,11 @@ def down(
     deployment: Deployment = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 30.0,
 ) -> None:
-    """Stop the deployment that runs on this machine."""
-    from orchestrator.commands.common import deployment_name
+    """Stop the deployment that runs on this machine, and remove its containers."""
+    from orchestrator.commands.common import settings_of
     from orchestrator.commands.down import stop_deployment
 
-    stop_deployment(deployment_name(config, deployment), timeout_s=timeout)
+    stop_deployment(settings_of(config, {"deployment": deployment}), timeout_s=timeout)
 
 
 @app.command()
@@ -208,10 +208,10 @@ def logs(
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
 ) -> None:
     """Show the log of a shard."""
-    from orchestrator.commands.common import deployment_name
+    from orchestrator.commands.common import settings_of
     from orchestrator.commands.logs import show_log
 
-    show_log(deployment_name(config, deployment), shard, lines=lines, follow=follow)
+    show_log(settings_of(config, {"deployment": deployment}), shard, lines=lines, follow=follow)
 
 
 @app.command()
@@ -253,8 +253,12 @@ def verify(
     config: Config = None,
     deployment: Deployment = None,
     url: Url = None,
-    reference: Annotated[
-        str | None, typer.Option(help="URL of any TGI server with the same model, to compare with.")
+    against: Annotated[
+        str | None,
+        typer.Option("--against", "--reference", help="URL of a stock TGI with the same model."),
+    ] = None,
+    against_key_file: Annotated[
+        Path | None, typer.Option(help="File with the API key that this TGI asks for.")
     ] = None,
     model: Model = None,
     dtype: Dtype = None,
@@ -264,14 +268,15 @@ def verify(
     concurrency: Annotated[int, typer.Option(min=1, help="Also ask all greedy cases, so many at once.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Prove that the separated pair answers exactly as one shard does."""
+    """Prove that the separated pair answers exactly as one shard, or as a stock TGI, does."""
     from orchestrator.commands.common import plain_url, settings_of
     from orchestrator.commands.verify import Wanted, run_verify
 
     loaded = settings_of(config, {"deployment": deployment, "model.id": model, "model.dtype": dtype})
     wanted = Wanted(
         url=plain_url(url) if url else None,
-        reference=plain_url(reference) if reference else None,
+        against=plain_url(against) if against else None,
+        against_key_file=against_key_file,
         tolerance=tolerance,
         concurrency=concurrency,
     )

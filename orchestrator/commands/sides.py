@@ -44,6 +44,8 @@ class Found:
     """The reference in words."""
     model: str
     dtype: str
+    splits: bool = True
+    """There is a pair of prefill and decode shards."""
 
 
 @contextmanager
@@ -101,16 +103,21 @@ async def both_sides(
             progress.done("Mixed shard to compare with")
         else:
             raise ConfigError(
-                f"{url} has no mixed shard and does not run on this machine: name a server with --reference."
+                f"{url} has no mixed shard and does not run on this machine: name a server with --against."
             )
         dtype = shards[0]["dtype"] if shards else "float32"
-        yield Found(url, where, named, str(told["model"]), dtype)
+        yield Found(url, where, named, str(told["model"]), dtype, splits=_has_pair(shards))
 
 
 async def _told_by(reach: Reach) -> dict[str, Any]:
     async with reach.admin(ASK_TIMEOUT_S) as client:
         told: dict[str, Any] = await get_json(client, "/admin/status")
     return told
+
+
+def _has_pair(shards: list[dict[str, Any]]) -> bool:
+    ready = {one["role"] for one in shards if one["state"] == "ready"}
+    return {Role.PREFILL, Role.DECODE} <= ready
 
 
 def _ready_mixed(shards: list[dict[str, Any]]) -> Mapping[str, Any] | None:
@@ -124,6 +131,11 @@ async def mixed_shard(state: State) -> AsyncIterator[str]:
 
     The number of threads matters: BLAS sums in another order with another one.
     """
+    if state.in_containers and any(spec.sidecar_port for spec in state.specs):
+        raise ConfigError(
+            "A TGI to compare with is not started beside those in containers: give the deployment a mixed "
+            "shard (shards.mixed.count: 1), or name a stock TGI with --against."
+        )
     spec = mixed_spec(state)
     logs = Path(tempfile.mkdtemp(prefix="tgi-orchestrator-verify-"))
     launcher = ProcessLauncher(logs)

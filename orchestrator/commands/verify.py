@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.verify.cases import built_in
 from orchestrator.verify.compare import TOLERANCE
 from orchestrator.verify.counters import import_counts, problems_in
+from orchestrator.verify.ground import Check, common_ground
 from orchestrator.verify.report import Report, Table
 from orchestrator.verify.run import Sides, Verdict, all_at_once, imports_seen, one_by_one
 
@@ -37,7 +39,10 @@ class Wanted:
     """What the flags of `verify` say."""
 
     url: str | None
-    reference: str | None
+    against: str | None
+    """URL of a stock TGI; None compares with a mixed shard."""
+    against_key_file: Path | None
+    """Holds the API key that it asks for."""
     tolerance: float | None
     concurrency: int
 
@@ -108,8 +113,8 @@ async def _verified(
         if wanted.url is not None and (state is None or state.url != wanted.url):
             state = None
         url = wanted.url or (state.url if state else "")
-        sides = both_sides(url=url, state=state, reference=wanted.reference, progress=progress)
-        found = await stack.enter_async_context(sides)
+        both = both_sides(url=url, state=state, reference=wanted.against, progress=progress)
+        found = await stack.enter_async_context(both)
         tolerance = wanted.tolerance if wanted.tolerance is not None else TOLERANCE[found.dtype]
         if wanted.concurrency > 1 and found.dtype != "float32":
             raise ConfigError(
@@ -119,10 +124,15 @@ async def _verified(
         reach = Reach.of(state) if state else Reach.at(url, os.environ)
         left = await stack.enter_async_context(reach.client(ASKING, api_key))
         await _check_key(left)
-        right = await stack.enter_async_context(_reference(found.reference_url))
+        right = await stack.enter_async_context(_reference(found.reference_url, wanted.against_key_file))
         admin = await stack.enter_async_context(reach.admin(ASKING))
         progress.close()
-        return await _asked(found, Sides(left, right, tolerance), admin, wanted.concurrency, table)
+        # A deployment that only serves mixed may take over from a stock TGI; a pair must have split.
+        sides = Sides(left, right, tolerance, splits=found.splits or wanted.against is None)
+        ground = await _common(found, sides, table) if wanted.against is not None else []
+        if any(check.ends for check in ground):
+            return _ended(found, sides, ground, table)
+        return await _asked(found, sides, admin, wanted.concurrency, table, ground)
 
 
 def _cancel_on_sigterm() -> None:
@@ -145,11 +155,45 @@ async def _check_key(gateway: httpx.AsyncClient) -> None:
         )
 
 
-def _reference(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=ASKING, trust_env=False)
+def _reference(url: str, key_file: Path | None) -> httpx.AsyncClient:
+    headers = {}
+    if key_file is not None:
+        try:
+            headers["authorization"] = f"Bearer {key_file.read_text(encoding='utf-8').strip()}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The key file {key_file} cannot be read: {error}.") from None
+    return httpx.AsyncClient(base_url=url, timeout=ASKING, trust_env=False, headers=headers)
 
 
-async def _asked(found: Found, sides: Sides, admin: httpx.AsyncClient, at_once: int, table: Table) -> Report:
+async def _common(found: Found, sides: Sides, table: Table) -> list[Check]:
+    table.heading(f"{found.separated_url} beside {found.reference}", columns=False)
+    return await common_ground(sides.separated, sides.reference, table.ground)
+
+
+def _ended(found: Found, sides: Sides, ground: Sequence[Check], table: Table) -> Report:
+    """Of what was compared before it became clear that answers cannot be."""
+    report = Report(
+        separated_url=found.separated_url,
+        reference=found.reference,
+        model=found.model,
+        dtype=found.dtype,
+        tolerance=sides.tolerance,
+        one_by_one=(),
+        ground=ground,
+        splits=sides.splits,
+    )
+    table.summary(report)
+    return report
+
+
+async def _asked(
+    found: Found,
+    sides: Sides,
+    admin: httpx.AsyncClient,
+    at_once: int,
+    table: Table,
+    ground: Sequence[Check],
+) -> Report:
     before = await import_counts(admin)
     table.heading(f"{found.separated_url} against {found.reference}, one request at a time")
     verdicts, asked = await one_by_one(built_in(), sides, table.row)
@@ -171,6 +215,8 @@ async def _asked(found: Found, sides: Sides, admin: httpx.AsyncClient, at_once: 
         all_at_once=together,
         shard_imports=counted,
         problems=problems_in(counted, hits),
+        ground=ground,
+        splits=sides.splits,
     )
     table.summary(report)
     return report

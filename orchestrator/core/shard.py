@@ -4,7 +4,7 @@
 starting ────────────> ready ──────────────────> suspect
     │                    ^ └──────Drained──┐        │ │
     │                    └─────────Answered┼────────┘ │
-    └──Drained─────────────> draining <────┴──Drained─┘
+    └──Drained─────────────> draining <────┴──Drained─┘   (GivenBack: the same way back)
 any ──Exited, or silent for too long──> dead ──Launched──> starting
 """
 
@@ -131,11 +131,16 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenBack:
+    """What was drained may be sent new requests again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """Its process ended."""
 
 
-Observation = Launched | Answered | Missed | Drained | Exited
+Observation = Launched | Answered | Missed | Drained | GivenBack | Exited
 
 
 def observe(watched: Watched, observation: Observation, now_s: float, rules: Rules | None = None) -> Watched:
@@ -159,6 +164,8 @@ def observe(watched: Watched, observation: Observation, now_s: float, rules: Rul
             return (
                 watched if watched.state is ShardState.DEAD else replace(watched, state=ShardState.DRAINING)
             )
+        case GivenBack():
+            return _given_back(watched)
         case Answered(status) if status.shard == watched.shard:
             return _answered(watched, status, now_s)
         case Answered() | Missed():
@@ -193,6 +200,15 @@ def _answered(watched: Watched, status: StatusReply, now_s: float) -> Watched:
         misses=0,
         answered_s=now_s,
     )
+
+
+def _given_back(watched: Watched) -> Watched:
+    """Ready with its next answer, or at once where it has answered lately."""
+    if watched.state is not ShardState.DRAINING:
+        return watched
+    if watched.answered_s is None:
+        return replace(watched, state=ShardState.STARTING)
+    return replace(watched, state=ShardState.SUSPECT if watched.misses else ShardState.READY)
 
 
 def _missed(watched: Watched, now_s: float, rules: Rules) -> Watched:

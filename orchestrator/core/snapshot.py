@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from orchestrator.core.decision import Mode
+from orchestrator.core.roll import Roll
 from orchestrator.core.shard import Watched
 
 
@@ -74,6 +75,7 @@ class ConductorSnapshot:
     ended: Mapping[str, int]
     """Requests that ended under this conductor, by outcome."""
     shards: tuple[ShardStatus, ...]
+    roll: Roll = field(default_factory=Roll)
 
     @property
     def reserved(self) -> Reserved:

@@ -42,6 +42,8 @@ class Answer:
     seed: int | None = None
     route: Route = Route()
     error: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    """Functions that a chat calls: name, and arguments as the JSON text that came."""
 
     @property
     def complete(self) -> bool:

@@ -96,13 +96,19 @@ def _whole_chat(raw: Json, told: Route) -> Answer:
     choice = raw["choices"][0]
     return Answer(
         status=200,
-        text=choice["message"]["content"] or "",
+        text=choice["message"].get("content") or "",
         tokens=_chat_tokens(choice),
         finish_reason=choice["finish_reason"],
         generated_tokens=raw["usage"]["completion_tokens"],
         prompt_tokens=raw["usage"]["prompt_tokens"],
+        calls=tuple(_call(call["function"]) for call in choice["message"].get("tool_calls") or ()),
         route=told,
     )
+
+
+def _call(function: Json) -> tuple[str, str]:
+    arguments = function["arguments"]
+    return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _tokens(listed: Sequence[Json], top: Sequence[Sequence[Json]] | None) -> tuple[Token, ...]:
@@ -183,6 +189,8 @@ class _ChatReader:
         self.tokens: list[Token] = []
         self.finish_reason = ""
         self.usage: Json | None = None
+        self.calls: dict[int, tuple[str, str]] = {}
+        """By index: the name comes with the first piece, the arguments in all of them."""
 
     def read(self, payload: Json) -> None:
         if payload.get("usage"):
@@ -190,7 +198,17 @@ class _ChatReader:
         for choice in payload["choices"]:
             self.text += choice["delta"].get("content") or ""
             self.tokens.extend(_chat_tokens(choice))
+            self._add_calls(choice["delta"].get("tool_calls") or ())
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def _add_calls(self, pieces: Sequence[Json] | Json) -> None:
+        for piece in [pieces] if isinstance(pieces, Mapping) else pieces:
+            name, arguments = self.calls.get(piece.get("index", 0), ("", ""))
+            function = piece["function"]
+            self.calls[piece.get("index", 0)] = (
+                function.get("name") or name,
+                arguments + (function.get("arguments") or ""),
+            )
 
     def answer(self) -> Answer:
         if not self.finish_reason or self.usage is None:
@@ -203,6 +221,7 @@ class _ChatReader:
             finish_reason=self.finish_reason,
             generated_tokens=self.usage["completion_tokens"],
             prompt_tokens=self.usage["prompt_tokens"],
+            calls=tuple(self.calls[index] for index in sorted(self.calls)),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,6 +46,8 @@ class Prepare(StrEnum):
     """Make the text of a later token a stop string."""
     EOS_FIRST = "eos_first"
     """Find a prompt that the model answers with its end token alone."""
+    SERVED = "served"
+    """Leave it out where the reference refuses it: grammars can be switched off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Case:
     prompt_tokens: int = 0
     finish: str = ""
     generated: int | None = None
+    whole: bool = False
+    """Never split, so that no record is expected."""
 
     @property
     def greedy(self) -> bool:
@@ -98,7 +103,7 @@ def prepared(case: Case, prepare: Prepare, *, prompt_tokens: int = 0) -> Case:
 
 def built_in() -> tuple[Case, ...]:
     """All cases, the short ones first."""
-    return (*_lengths(), *_scripts(), *_kinds(), *_chats(), *_sampled(), *_ends())
+    return (*_lengths(), *_scripts(), *_kinds(), *_chats(), *_sampled(), *_ends(), *_constrained())
 
 
 def _lengths() -> list[Case]:
@@ -192,3 +197,48 @@ def _ends() -> list[Case]:
         prepared(raw("end at the first token", "", 20), Prepare.EOS_FIRST),
         prepared(raw("end at the first token, stream", "", 20, via=stream), Prepare.EOS_FIRST),
     ]
+
+
+SEASON = {
+    "type": "object",
+    "properties": {"season": {"enum": ["spring", "summer", "autumn", "winter"]}, "cold": {"type": "boolean"}},
+    "required": ["season", "cold"],
+}
+CALL_TOKENS = 120
+"""Enough for every call below: its arguments are chosen, not made up."""
+
+
+def _constrained() -> list[Case]:
+    """Grammars are split as all else; a chat with tools is served whole."""
+    stream = Via.GENERATE_STREAM
+    schema = {"type": "json", "value": SEASON}
+    date = {"type": "regex", "value": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}
+    chosen = {"type": "json_object", "value": SEASON}
+    asked = ["In which season does snow fall here?"]
+    cases = [
+        raw("grammar: JSON schema", "A season as JSON:", 48, grammar=schema),
+        raw("grammar: regex, stream", "The date of today:", 16, via=stream, grammar=date),
+        raw("grammar: regex, sampled", "A date:", 16, grammar=date, do_sample=True, seed=17),
+        chat("chat, response format", asked, 48, response_format=chosen),
+    ]
+    tools = [
+        chat("chat, tool call", asked, CALL_TOKENS, tools=[_SEASON_TOOL], tool_choice="required"),
+        chat(
+            "chat, tool call, stream",
+            asked,
+            CALL_TOKENS,
+            via=Via.CHAT_STREAM,
+            tools=[_SEASON_TOOL],
+            tool_choice="required",
+        ),
+    ]
+    return [
+        *(dataclasses.replace(case, prepare=Prepare.SERVED) for case in cases),
+        *(dataclasses.replace(case, prepare=Prepare.SERVED, whole=True) for case in tools),
+    ]
+
+
+_SEASON_TOOL = {
+    "type": "function",
+    "function": {"name": "tell_season", "description": "Tells a season", "parameters": SEASON},
+}

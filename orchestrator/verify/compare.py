@@ -72,6 +72,7 @@ def _differences(left: Answer, right: Answer, tolerance: float) -> Iterator[Diff
         yield from _token_differences("", index, *pair, tolerance=tolerance)
     whole = (
         ("text", left.text, right.text),
+        ("function calls", _said(left.calls), _said(right.calls)),
         ("finish reason", left.finish_reason, right.finish_reason),
         ("count of generated tokens", left.generated_tokens, right.generated_tokens),
         ("count of prompt tokens", left.prompt_tokens, right.prompt_tokens),
@@ -97,6 +98,10 @@ def _token_differences(
         yield Difference(f"{kind}text", index, left.text, right.text)
     for likely in zip_longest(left.top, right.top):
         yield from _token_differences("top-list ", index, *likely, tolerance=tolerance)
+
+
+def _said(calls: tuple[tuple[str, str], ...]) -> str:
+    return "; ".join(f"{name}({arguments})" for name, arguments in calls)
 
 
 def _close(left: float | None, right: float | None, tolerance: float) -> bool:

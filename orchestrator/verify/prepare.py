@@ -45,6 +45,8 @@ async def prepare(case: Case, reference: httpx.AsyncClient) -> Case:
             return await _stop_later(case, reference)
         case Prepare.EOS_FIRST:
             return await _end_first(case, reference)
+        case Prepare.SERVED:
+            return await _served(case, reference)
 
 
 def _ready(case: Case, **changes: Any) -> Case:
@@ -75,6 +77,16 @@ async def passage_of(reference: httpx.AsyncClient, tokens: int) -> str:
         if len(found) >= tokens:
             return text[: found[tokens - 1]["stop"]]
         chars *= 2
+
+
+# --- what may be switched off -------------------------------------------------------------------
+
+
+async def _served(case: Case, reference: httpx.AsyncClient) -> Case:
+    answer = await ask_body(reference, case.via, case.body)
+    if 400 <= answer.status < 500:
+        raise CannotPrepare(f"the reference refuses it: status {answer.status}, {answer.error}")
+    return _ready(case)
 
 
 # --- stop strings -------------------------------------------------------------------------------

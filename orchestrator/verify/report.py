@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.verify.ground import Check
 from orchestrator.verify.run import Verdict, imports_seen
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ class Report:
     shard_imports: Mapping[str, int] | None = None
     """What the shards counted meanwhile, by result; None where they are out of reach."""
     problems: Sequence[str] = ()
+    ground: Sequence[Check] = ()
+    """What was compared before the answers, with a stock TGI."""
+    splits: bool = True
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -36,7 +40,8 @@ class Report:
     @property
     def ok(self) -> bool:
         compared = [verdict for verdict in self.verdicts if not verdict.skipped]
-        return bool(compared) and not self.problems and all(verdict.ok for verdict in compared)
+        grounded = all(check.ok for check in self.ground)
+        return grounded and bool(compared) and not self.problems and all(v.ok for v in compared)
 
     def to_dict(self) -> dict[str, Any]:
         needed, hits = imports_seen(self.verdicts)
@@ -56,6 +61,8 @@ class Report:
             "skipped": len(self.verdicts) - len(compared),
             "imports": {"needed": needed, "hits": hits, "counted_by_shards": counted},
             "problems": list(self.problems),
+            "splits": self.splits,
+            "ground": [dataclasses.asdict(check) | {"ok": check.ok} for check in self.ground],
             "cases": [dataclasses.asdict(verdict) for verdict in self.one_by_one],
             "at_once": {
                 "requests_in_flight": self.at_once,
@@ -72,10 +79,19 @@ class Table:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def heading(self, title: str) -> None:
+    def heading(self, title: str, *, columns: bool = True) -> None:
         self._console.print(f"\n[bold]{title}[/]")
+        if not columns:
+            return
         names = ("", "case", "prompt", "new", "finish", "import", "|Δlogp|")
         self._print(self._ROW.format(*names), "dim")
+
+    def ground(self, check: Check) -> None:
+        """Before the answers: a stock TGI and the deployment."""
+        mark, style = ("✓", "") if check.ok else ("✗", "red")
+        self._print(f"{mark} {check.what:<24} {check.separated:<36} {check.reference}", style)
+        if check.problem:
+            self._print(f"    {check.problem}", "red")
 
     def row(self, verdict: Verdict) -> None:
         if verdict.skipped:
@@ -100,6 +116,11 @@ class Table:
         self._print("", "")
         for problem in report.problems:
             self._print(problem, "red")
+        if not facts["compared"]:
+            self._print("No answer was compared.", "bold red")
+            return
+        if not report.splits:
+            self._print("This deployment has no pair of prefill and decode: it serves mixed.", "yellow")
         self._print(
             f"{facts['identical']} of {facts['compared']} answers identical to {report.reference}"
             f" ({report.model}, {report.dtype}; logprobs within {report.tolerance:g}, "

@@ -53,28 +53,33 @@ class Sides:
     separated: httpx.AsyncClient
     reference: httpx.AsyncClient
     tolerance: float
+    splits: bool = True
+    """The deployment has both phases: what can be split must be."""
 
 
 Seen = Callable[[Verdict], None]
 
 
-def judge(case: Case, separated: Answer, reference: Answer, tolerance: float) -> Verdict:
+def judge(
+    case: Case, separated: Answer, reference: Answer, tolerance: float, *, splits: bool = True
+) -> Verdict:
     """Compare two answers, how the first was served, and what the case itself expects."""
+    splits = splits and not case.whole
     return Verdict(
         case=case.name,
         via=case.via.value,
-        problem=_problem(case, separated, reference, tolerance),
+        problem=_problem(case, separated, reference, tolerance, splits=splits),
         prompt_tokens=separated.prompt_tokens,
         generated_tokens=separated.generated_tokens,
         finish_reason=separated.finish_reason,
         route=separated.route.choice,
         imported=separated.route.imported,
-        needs_import=separated.generated_tokens >= 2,
+        needs_import=splits and separated.generated_tokens >= 2,
         logprob_gap=largest_logprob_gap(separated, reference),
     )
 
 
-def _problem(case: Case, separated: Answer, reference: Answer, tolerance: float) -> str:
+def _problem(case: Case, separated: Answer, reference: Answer, tolerance: float, *, splits: bool) -> str:
     if difference := first_difference(separated, reference, tolerance):
         return str(difference)
     if not separated.complete:
@@ -83,7 +88,7 @@ def _problem(case: Case, separated: Answer, reference: Answer, tolerance: float)
         return f"it should end with {case.finish!r}, both sides end with {separated.finish_reason!r}"
     if case.generated is not None and separated.generated_tokens != case.generated:
         return f"it should end after {case.generated} tokens, both sides give {separated.generated_tokens}"
-    return path_problem(separated) or ""
+    return (path_problem(separated) or "") if splits else ""
 
 
 async def one_by_one(cases: Sequence[Case], sides: Sides, seen: Seen) -> tuple[list[Verdict], list[Asked]]:
@@ -98,7 +103,7 @@ async def one_by_one(cases: Sequence[Case], sides: Sides, seen: Seen) -> tuple[l
         else:
             reference = await ask(sides.reference, ready)
             separated = await ask(sides.separated, ready, SPLIT_HEADERS)
-            verdicts.append(judge(ready, separated, reference, sides.tolerance))
+            verdicts.append(judge(ready, separated, reference, sides.tolerance, splits=sides.splits))
             asked.append(Asked(ready, separated))
         seen(verdicts[-1])
     return verdicts, asked
@@ -115,7 +120,7 @@ async def all_at_once(asked: Sequence[Asked], at_once: int, sides: Sides, seen: 
     async def again(item: Asked) -> Verdict:
         async with gate:
             answer = await ask(sides.separated, item.case, SPLIT_HEADERS)
-        verdict = judge(item.case, answer, item.separated, sides.tolerance)
+        verdict = judge(item.case, answer, item.separated, sides.tolerance, splits=sides.splits)
         seen(verdict)
         return verdict
 

@@ -113,6 +113,33 @@ async def test_a_chat_stream_collects_text_logprobs_finish_and_usage() -> None:
     assert answer == Answer(200, "Paris", tokens, "stop", 2, 7, None, Route("separated", "", "checksum"))
 
 
+CALLED = (("get_weather", '{"unit":"c"}'),)
+
+
+async def test_a_function_call_is_read_whole_and_from_a_stream() -> None:
+    function = {"name": "get_weather", "description": None, "arguments": '{"unit":"c"}'}
+    message = {"role": "assistant", "tool_calls": [{"id": "0", "type": "function", "function": function}]}
+    usage = {"completion_tokens": 2, "prompt_tokens": 7}
+    whole = {"choices": [{"message": message, "finish_reason": "stop", "logprobs": None}], "usage": usage}
+    answer = await answer_of(chat("case", ["hi"], 2), lambda _: httpx.Response(200, json=whole))
+    assert (answer.calls, answer.text) == (CALLED, "")
+
+    def piece(name: str | None, arguments: str, finish: str | None = None) -> str:
+        call = {"index": 0, "id": "0", "type": "function", "function": {"name": name, "arguments": arguments}}
+        return data({"choices": [{"delta": {"tool_calls": [call]}, "finish_reason": finish}], "usage": None})
+
+    streamed = await answer_of(
+        chat("case", ["hi"], 2, via=Via.CHAT_STREAM),
+        lambda _: stream_of(
+            piece("get_weather", ""),
+            piece(None, '{"unit":'),
+            piece(None, '"c"}', "stop"),
+            data({"choices": [], "usage": usage}),
+        ),
+    )
+    assert (streamed.calls, streamed.text, streamed.complete) == (CALLED, "", True)
+
+
 @pytest.mark.parametrize(
     ("lines", "error"),
     [

@@ -49,6 +49,7 @@ def test_equal_answers_have_no_difference_and_no_problem() -> None:
         (dataclasses.replace(GOOD, prompt_tokens=8), "count of prompt tokens", None),
         (dataclasses.replace(GOOD, prompt_tokens=None), "count of prompt tokens", None),
         (dataclasses.replace(GOOD, seed=5), "seed", None),
+        (dataclasses.replace(GOOD, calls=(("tell", "{}"),)), "function calls", None),
         (dataclasses.replace(GOOD, status=500), "status", None),
         (dataclasses.replace(GOOD, error="the stream ended early"), "error", None),
     ],
@@ -84,6 +85,18 @@ def test_an_answer_without_an_imported_record_is_a_problem(route: Route, problem
     answer = dataclasses.replace(GOOD, route=route)
     assert path_problem(answer) == problem
     assert judge(CASE, answer, REFERENCE, 1e-4).problem == problem
+
+
+@pytest.mark.parametrize(
+    ("whole", "splits", "problem"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_what_is_never_split_needs_no_record(whole: bool, splits: bool, problem: bool) -> None:
+    served = dataclasses.replace(GOOD, route=Route("mixed", "unsplittable", ""))
+    case = dataclasses.replace(CASE, whole=whole)
+    verdict = judge(case, served, REFERENCE, 1e-4, splits=splits)
+    assert (bool(verdict.problem), verdict.needs_import) == (problem, problem)
+    other = dataclasses.replace(served, text="other")
+    assert judge(case, other, REFERENCE, 1e-4, splits=splits).problem.startswith("text: ")
 
 
 def test_an_answer_that_ended_at_its_first_token_needs_no_import() -> None:

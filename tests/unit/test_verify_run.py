@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.verify.cases import Case, Prepare, Via, built_in, chat, prepared, raw
 from orchestrator.verify.counters import problems_in
+from orchestrator.verify.ground import Check
 from orchestrator.verify.prepare import CannotPrepare, prepare
 from orchestrator.verify.report import Report
 from orchestrator.verify.run import Sides, Verdict, all_at_once, imports_seen, one_by_one
@@ -220,6 +221,21 @@ async def test_a_case_that_this_model_cannot_give_is_skipped_and_says_why() -> N
             await prepare(prepared(raw("first", "Tell me", 20), Prepare.STOP_FIRST), mute)
 
 
+async def test_a_case_that_the_reference_refuses_is_skipped_and_one_that_only_the_other_refuses_is_not() -> (
+    None
+):
+    case = prepared(raw("grammar", "Tell me", 2), Prepare.SERVED)
+    refuses = httpx.MockTransport(lambda _: httpx.Response(422, json={"error": "Grammar is disabled"}))
+    async with (
+        FakeTgi(headers=IMPORTED).client() as serving,
+        httpx.AsyncClient(transport=refuses, base_url="http://fake") as refusing,
+    ):
+        skipped, _ = await one_by_one([case], Sides(serving, refusing, 1e-4), lambda verdict: None)
+        differs, _ = await one_by_one([case], Sides(refusing, serving, 1e-4), lambda verdict: None)
+    assert skipped[0].skipped == "the reference refuses it: status 422, Grammar is disabled"
+    assert differs[0].problem == "status: separated 422, reference 200"
+
+
 # --- the built-in cases and the report ----------------------------------------------------------
 
 
@@ -228,6 +244,9 @@ def test_the_built_in_cases_cover_what_they_promise() -> None:
     names = [case.name for case in cases]
     assert len(names) == len(set(names))
     assert len(cases) >= 24
+    constrained = [case for case in cases if case.prepare is Prepare.SERVED]
+    assert [case.whole for case in constrained] == ["tool" in case.name for case in constrained]
+    assert {case.via.chat for case in constrained if not case.whole} == {True, False}
     assert sum(case.greedy for case in cases) >= 16, "so many are asked at once"
     assert {case.via for case in cases} == set(Via)
     assert {case.prepare for case in cases} == set(Prepare)
@@ -240,8 +259,8 @@ def test_the_built_in_cases_cover_what_they_promise() -> None:
     assert all("seed" in body["parameters"] for body in sampled)
 
 
-def report_of(*verdicts: Verdict, problems: tuple[str, ...] = ()) -> Report:
-    return Report("http://a", "http://b", "m", "float32", 1e-4, verdicts, problems=problems)
+def report_of(*verdicts: Verdict, problems: tuple[str, ...] = (), ground: tuple[Check, ...] = ()) -> Report:
+    return Report("http://a", "http://b", "m", "float32", 1e-4, verdicts, problems=problems, ground=ground)
 
 
 SAME = Verdict("a", "/generate", generated_tokens=3, imported="hit", needs_import=True, logprob_gap=2e-6)
@@ -272,6 +291,8 @@ def test_the_report_counts_what_was_compared() -> None:
         (report_of(SAME, OTHER), False),
         (report_of(SAME, problems=("the shards counted one import less",)), False),
         (report_of(), False),
+        (report_of(SAME, ground=(Check("routes", "1", "1"),)), True),
+        (report_of(SAME, ground=(Check("routes", "1", "2", "One is missing."),)), False),
         (report_of(SKIPPED), False),
     ],
 )
