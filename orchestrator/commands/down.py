@@ -48,7 +48,7 @@ def _cleared(loaded: Loaded, folder: StateFolder) -> bool:
     elif settings.launcher == DOCKER:
         found = _remove(settings.docker.host, settings.deployment)
     if found:
-        typer.echo(f"{settings.deployment!r} ran on its own: what it left behind is removed.", err=True)
+        typer.echo(f"{settings.deployment!r} was not running: what it left behind is removed.", err=True)
     return found
 
 

@@ -198,7 +198,7 @@ def test_down_stops_the_process_of_the_state_file_and_no_other(tmp_path: Path) -
     killed = run("down", "--deployment", "blue")
     assert (killed.exit_code, sentence(killed)) == (
         0,
-        "'blue' had been killed: what it left behind is removed.",
+        "'blue' was not running: what it left behind is removed.",
     )
     assert run("down", "--deployment", "blue").exit_code == 3
     assert child.poll() is None

@@ -201,6 +201,8 @@ def test_prefix_caching_that_is_asked_for_is_the_launcher_s_decision(role: tuple
 
 def test_float32_is_what_tgi_takes_by_itself() -> None:
     assert "DTYPE" not in launch(*PREFILL, spec=SPEC | {"dtype": "float32"}).env
+    assert "DTYPE" not in launch(*PREFILL, "--quantize", "awq", spec=SPEC).env
+    assert "DTYPE" not in launch(*PREFILL, spec=SPEC, env={"QUANTIZE": "awq"}).env
 
 
 def test_a_pool_and_a_revision_are_passed_on() -> None:

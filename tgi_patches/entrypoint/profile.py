@@ -28,7 +28,7 @@ def spec_defaults(spec: ShardSpec, arguments: Sequence[str], user: Mapping[str, 
     values = {
         "MODEL_ID": spec.model,
         "REVISION": spec.revision,
-        "DTYPE": spec.dtype if spec.dtype in TGI_DTYPES else "",
+        "DTYPE": spec.dtype if spec.dtype in TGI_DTYPES and not _quantized(arguments, user) else "",
         "NUM_SHARD": str(spec.tensor_parallel),
         "MAX_INPUT_TOKENS": "" if _legacy_limit(arguments, user) else str(spec.max_input_tokens),
         "MAX_TOTAL_TOKENS": str(spec.max_total_tokens),
@@ -107,6 +107,11 @@ def _decode_budget(
 def _unchunked(arguments: Sequence[str], user: Mapping[str, str]) -> bool:
     speculate = value_of(arguments, "--speculate") or user.get("SPECULATE") or "0"
     return speculate != "0" or user.get("PREFILL_CHUNKING", "1").lower() not in ("1", "true")
+
+
+def _quantized(arguments: Sequence[str], user: Mapping[str, str]) -> bool:
+    """TGI refuses a dtype beside most quantizations, and takes the right one by itself."""
+    return bool(user.get("QUANTIZE")) or value_of(arguments, "--quantize") is not None
 
 
 def _legacy_limit(arguments: Sequence[str], user: Mapping[str, str]) -> bool:

@@ -125,8 +125,12 @@ def check_usable(facts: EngineFacts) -> None:
 
 
 def _opened(host: str) -> tuple[docker.DockerClient, EngineFacts]:
-    client = docker.DockerClient(base_url=host, version="auto", timeout=int(CALL_S))
-    return client, facts_of(client.info(), client.version())
+    client = docker.DockerClient(base_url=host, timeout=int(CALL_S))
+    try:
+        return client, facts_of(client.info(), client.version())
+    except BaseException:
+        client.close()
+        raise
 
 
 def facts_of(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
