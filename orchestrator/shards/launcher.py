@@ -88,7 +88,7 @@ class FakeLauncher:
         if spec.shard in self._running:
             raise ShardError(f"Shard {spec.shard} is already running.")
         count = self.launches[spec.shard] = self.launches.get(spec.shard, 0) + 1
-        self._running[spec.shard] = Running(spec.shard, f"http://{spec.shard}/{count}")
+        self._running[spec.shard] = Running(spec.shard, f"http://{spec.shard}/{count}", order=spec)
         self._exits[spec.shard] = asyncio.get_running_loop().create_future()
         return self._running[spec.shard]
 
