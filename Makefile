@@ -5,10 +5,13 @@ BOOTSTRAP := $(PYTHON) -I orchestrator/bootstrap.py
 SET_UP := test -x $(BIN)/tgi-orchestrator || { echo "Nothing is set up here: run make up first." >&2; exit 2; }
 # A file's tests stay together: they share what takes long to start.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE = docker build -f compose/Dockerfile --build-arg VERSION=$(VERSION) \
+	--build-arg REVISION="$$(git rev-parse --short HEAD 2>/dev/null || echo unknown)" $(ARGS)
 QUICK := not e2e and not slow and not docker and not gpu and not tgi
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status load test test-all lint format clean
+.PHONY: help up down status load images test test-all lint format clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -25,6 +28,10 @@ status: ## show what runs
 
 load: ## put load on what runs; ARGS="--users 8 --run-time 60s --host URL" is passed on to Locust
 	@$(BOOTSTRAP) load && exec $(BIN)/python locustfiles/run.py $(ARGS)
+
+images: ## build the container images; ARGS="--build-arg BASE_IMAGE=..." is passed on
+	@$(IMAGE) --target orchestrator -t tgi-orchestrator:$(VERSION) .
+	@$(IMAGE) --target cpu -t tgi-orchestrator-cpu:$(VERSION) .
 
 test: lint ## lint, unit and integration tests; no root, no Docker, five minutes at most
 	@$(BIN)/pytest tests/unit tests/integration -m "$(QUICK)" $(PARALLEL) $(ARGS)
