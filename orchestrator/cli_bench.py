@@ -134,3 +134,15 @@ def bench_scheduler(
     pair = {"shards.prefill.count": 1, "shards.decode.count": 1, "shards.mixed.count": 0}
     wanted = Wanted(tuple(part or PARTS), quick, million, costs)
     bench.bench_scheduler(settings_of(config, {**flags, **pair}), wanted, as_json=as_json)
+
+
+@bench_app.command("control")
+def bench_control(
+    shards: Annotated[int, typer.Option(min=1, max=2000, help="How many are kept.")] = 200,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure.")] = 20.0,
+    as_json: Json = False,
+) -> None:
+    """CPU time of a conductor that only keeps shards, as a share of a core."""
+    from orchestrator.commands import bench
+
+    bench.bench_control(shards=shards, seconds=seconds, as_json=as_json)

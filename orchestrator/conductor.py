@@ -25,7 +25,9 @@ from orchestrator.queues import ConductorQueue, Deposed
 from orchestrator.queues.link import unless_cancelled
 from orchestrator.shards.launcher import Launcher
 from orchestrator.shards.probe import StatusProbe
+from orchestrator.shards.rolling import PlaceFor, RoomFor, always_room, as_planned
 from orchestrator.shards.supervisor import Pace, Supervisor
+from orchestrator.wishing import Wishing
 from tgi_patches.contract import ShardSpec
 
 log = structlog.get_logger()
@@ -56,13 +58,24 @@ class Conductor:
         ladder: degraded.Rules | None = None,
         rules: Rules | None = None,
         pace: Pace | None = None,
+        room_for: RoomFor = always_room,
+        place_for: PlaceFor = as_planned,
     ) -> None:
         self._queue = queue
         self._launcher = launcher
         self._pace = pace or Pace()
         self._supervisor = Supervisor(
-            launcher, specs, probe, until_idle=self._until_idle, rules=rules, pace=self._pace
+            launcher,
+            specs,
+            probe,
+            until_idle=self._until_idle,
+            room_for=room_for,
+            place_for=place_for,
+            rules=rules,
+            pace=self._pace,
         )
+        self._states = self._supervisor.states
+        self._wishing = Wishing(queue, self._supervisor)
         self._costs = costs or CostBook()
         self._dispatch = Dispatch(
             queue,
@@ -75,18 +88,25 @@ class Conductor:
         self._queue_size = queue_size
         self._ladder = ladder
         self._stopping = asyncio.Event()
+        self._keep_shards = False
 
     @property
     def ready(self) -> asyncio.Event:
-        """Set while every shard is ready."""
-        return self._supervisor.ready
+        """Set while every shard is ready that is not drained by an operator."""
+        return self._states.ready
 
-    def stop(self) -> None:
-        """Ask `run` to drain, stop all shards and return."""
+    def stop(self, *, keep_shards: bool = False) -> None:
+        """Ask `run` to drain, stop all shards and return; or to return at once, and leave them serving."""
+        self._keep_shards = keep_shards
         self._stopping.set()
+
+    def want(self, orders: Sequence[ShardSpec]) -> None:
+        """Other shards from now on: they are rolled one at a time.  ConfigError for what cannot be meant."""
+        self._supervisor.want(orders)
 
     async def run(self) -> None:
         """Until `stop` or cancelled (then without a drain).  Raises ConfigError when a shard cannot start."""
+        await self._wishing.begin()
         try:
             while not self._stopping.is_set():
                 if await self._elected():
@@ -107,18 +127,20 @@ class Conductor:
                 ShardStatus.of(
                     watched,
                     self._dispatch.books.of(watched.shard, watched.epoch),
-                    pid=self._supervisor.pids.get(watched.shard),
-                    problem=self._supervisor.problems.get(watched.shard, ""),
+                    pid=self._states.pids.get(watched.shard),
+                    problem=self._states.problems.get(watched.shard, ""),
                 )
                 for watched in self._supervisor.watched()
             ),
+            roll=self._supervisor.roll,
         )
 
     # --- leading --------------------------------------------------------------------------------
 
     async def _elected(self) -> bool:
+        """And knows what is wanted: shards that a predecessor began to roll must not be rolled back."""
         try:
-            return await self._queue.lead()
+            return await self._queue.lead() and await self._wishing.heard()
         except Unreachable as error:
             log.warning("election_failed", error=str(error))
             return False
@@ -135,6 +157,7 @@ class Conductor:
                 group.create_task(self._tidy())
                 group.create_task(self._degrade())
                 group.create_task(self._calibrate())
+                group.create_task(self._wishing.run())
                 group.create_task(self._drain_when_asked())
         except* (Deposed, _Stopped):
             log.info("no_longer_leading")
@@ -156,17 +179,17 @@ class Conductor:
 
     async def _publish(self) -> None:
         """The registry, at once on a change and often enough to stay alive."""
-        changed = self._supervisor.changed
+        changed = self._states.changed
         while True:
             unless_cancelled()
             changed.clear()
             try:
                 await self._publish_once()
                 # After the state is out, so that no commit reserves on what is being cleared.
-                for shard, epoch in list(self._supervisor.gone):
+                for shard, epoch in list(self._states.gone):
                     self._dispatch.lost(shard, epoch)
                     await self._queue.retire(shard, epoch)
-                    self._supervisor.gone.discard((shard, epoch))
+                    self._states.gone.discard((shard, epoch))
             except Unreachable as error:
                 log.warning("registry_not_published", error=str(error))
                 await asyncio.sleep(self._pace.poll_s)
@@ -191,7 +214,7 @@ class Conductor:
 
     async def _publish_once(self) -> None:
         views = {view.shard: view for view in self._dispatch.measured_shards()}
-        await self._queue.publish(self._supervisor.watched(), self._supervisor.problems, views)
+        await self._queue.publish(self._supervisor.watched(), self._states.problems, views)
 
     async def _degrade(self) -> None:
         """The ladder, once a heartbeat, unless an operator has set a level.  A stop is no emergency."""
@@ -202,7 +225,9 @@ class Conductor:
             if self._stopping.is_set():
                 return
             dispatch = self._dispatch
-            load = degraded.Load.of(dispatch.plain_shards(), dispatch.waiting, self._queue_size)
+            # One that is replaced is not missed: its successor is ready before it is drained.
+            staying = [view for view in dispatch.plain_shards() if view.shard not in self._states.leaving]
+            load = degraded.Load.of(staying, dispatch.waiting, self._queue_size)
             try:
                 held = (await self._queue.books()).mode
                 mode, trend = degraded.decide(held, trend, load, time.monotonic(), self._ladder)
@@ -251,6 +276,8 @@ class Conductor:
     async def _drain_when_asked(self) -> None:
         """Nothing new, and the running requests may end, for a while."""
         await self._stopping.wait()
+        if self._keep_shards:
+            raise _Stopped
         self._supervisor.drain()
         end_s = time.monotonic() + self._pace.drain_s
         try:
@@ -263,12 +290,17 @@ class Conductor:
         raise _Stopped
 
     async def _shut_down(self) -> None:
+        if self._keep_shards:
+            # Gateways keep the last that they know of the shards until somebody leads again.
+            await self._queue.resign()
+            return
         await self._launcher.close(self._pace.grace_s)
         self._supervisor.closed()
         if self._queue.leader:
             try:
                 # Dead, not removed: a gateway keeps the last it knows of a shard that is only missing.
                 await self._queue.publish(self._supervisor.watched())
+                await self._queue.forget_wishes()
             except (Deposed, Unreachable) as error:
                 log.warning("registry_not_closed", error=str(error))
 

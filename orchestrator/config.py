@@ -60,6 +60,17 @@ class Loaded:
                 value = getattr(value, name)
             yield key, hidden(key, value), origin
 
+    def told(self) -> dict[str, Any]:
+        """Every setting by its dotted key, as JSON has it; passwords hidden."""
+        plain = self.settings.model_dump(mode="json")
+        found = {}
+        for key in self.origins:
+            value: Any = plain
+            for name in key.split("."):
+                value = value[name]
+            found[key] = hidden(key, value)
+        return found
+
 
 def hidden(key: str, value: Any) -> Any:
     """`value`, without the password of an URL."""

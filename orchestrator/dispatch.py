@@ -141,7 +141,7 @@ class Dispatch:
     def _view(self, watched: Watched) -> ShardView | None:
         """Made anew only when something has changed: a pass asks for all of them."""
         known = self._views.get(watched.shard)
-        if known is not None and known[0] is watched:
+        if known is not None and _as_before(known[0], watched):
             costs = self._costs.of(known[2])
             if costs is known[1]:
                 return known[2]
@@ -223,6 +223,18 @@ class Dispatch:
             self.ended[str(completion.outcome)] += 1
             self._scheduler.ended(completion, now_s)
             self._costs.ended(completion, now_s)
+
+
+def _as_before(known: Watched, watched: Watched) -> bool:
+    """A poll that brought nothing new makes no other view."""
+    if known is watched:
+        return True
+    addresses = (known.url, known.sidecar_url, known.pull_host)
+    return (
+        known.state is watched.state
+        and known.status == watched.status
+        and addresses == (watched.url, watched.sidecar_url, watched.pull_host)
+    )
 
 
 def _named(grant: Grant, views: Mapping[str, ShardView]) -> list[ShardView]:

@@ -73,6 +73,18 @@ def bench_pull(*, sizes_mib: Sequence[int], rounds: int, serve: str, peer: str, 
     _show(rows, "a record between hosts against memcpy and a raw socket", as_json)
 
 
+def bench_control(*, shards: int, seconds: float, as_json: bool) -> None:
+    """A conductor that only keeps shards."""
+    from orchestrator.bench.control import measure
+
+    with json_log(Path(os.devnull)):
+        row = asyncio.run(measure(shards, seconds)).to_dict()
+    if as_json:
+        typer.echo(json.dumps(row))
+    else:
+        _show([row], "a conductor over shards that are only names", as_json=False)
+
+
 def bench_relay(state: State, *, rounds: int, requests: int, as_json: bool) -> None:
     """Time to first token against the prefill shard alone, and memory over `requests` requests."""
     import psutil

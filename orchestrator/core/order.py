@@ -22,6 +22,8 @@ class ShardOrder(ShardSpec):
     env: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
     """UUIDs, MIG UUIDs or CDI names, one per rank; empty for none."""
+    gpus_named: bool = False
+    """The user wants those GPUs; otherwise placement chose them, and others would do."""
     memory_bytes: int = 0
     """Limit of the container: its own memory and the pages of its arena; 0 for none."""
     shm_bytes: int = 0

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from orchestrator.core.order import ShardOrder
 from tgi_patches.contract import ShardSpec
 
-PLACE = ("shard", "port", "sidecar_port", "gpus", "cpus", "pull_listen")
+PLACE = ("shard", "port", "sidecar_port", "gpus", "gpus_named", "cpus", "pull_listen")
 """Where a shard is, beside what it is."""
 NAMED = ("gpus", "pull_listen")
 """Of that: what must be so where the order says it."""
@@ -199,7 +199,8 @@ def _paired(wanted: Sequence[ShardSpec], running: Sequence[ShardSpec]) -> dict[i
 def at_its_place(wanted: ShardSpec, running: ShardSpec, name: str) -> bool:
     """GPUs, and a port for records, that are named must be those; `name` is one of NAMED."""
     if name == "gpus":
-        return not _gpus(wanted) or set(_gpus(wanted)) == set(_gpus(running))
+        named = isinstance(wanted, ShardOrder) and wanted.gpus_named
+        return not named or set(_gpus(wanted)) == set(_gpus(running))
     return _port(wanted) in ("", _port(running))
 
 

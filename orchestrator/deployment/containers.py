@@ -97,6 +97,7 @@ def in_containers(plan: Plan, settings: Settings, host: Host, model: Model) -> P
             user="" if model.user == USER else f"{model.user}:{USER}",
             arena_bytes=plan.arena_bytes,
             gpus_by_index=host.gpus_by_index,
+            topology=host.topology,
             notes=(placement.mixed_because,) if placement and placement.mixed_because else (),
         ),
     )
@@ -187,12 +188,32 @@ def _order(
     return ShardOrder(
         **raw,
         image=image,
+        gpus_named=bool(section.gpus),
         args=tuple(section.args),
         env=dict(section.env),
         shm_bytes=section.shm_bytes or (RANKS_SHM_BYTES if spec.tensor_parallel > 1 else 0),
         mps_percent=section.mps_percent,
         gpu_memory_fraction=section.gpu_memory_fraction,
     )
+
+
+def placed_beside(order: ShardOrder, topology: Topology, claims: Sequence[GpuClaim]) -> ShardOrder:
+    """On GPUs that nobody has now, as large as those chosen before; the same where there are none."""
+    if not order.gpus or order.gpus_named:
+        return order
+    wish = GpuWish(
+        shard=order.shard,
+        role=order.role,
+        tp=order.tensor_parallel,
+        mps_percent=order.mps_percent,
+        memory_fraction=order.gpu_memory_fraction,
+        needed_bytes=min(topology.find(gpu).memory_bytes for gpu in order.gpus),
+    )
+    try:
+        (placed,) = place([wish], topology, claims).shards
+    except ConfigError:
+        return order
+    return dataclasses.replace(order, gpus=placed.gpus, cpus=placed.cpus or order.cpus)
 
 
 def _own_bytes(order: ShardOrder, section: RoleSection, model: Model, *, tgi: bool) -> int:

@@ -16,11 +16,11 @@ from orchestrator.core.bandwidth import with_measured
 from orchestrator.core.gpu_claims import Claim
 from orchestrator.core.gpu_memory import Load, gpu_need
 from orchestrator.core.kv_bytes import shape_of
-from orchestrator.core.placement import GpuClaim
 from orchestrator.core.topology import Topology
 from orchestrator.deployment.bandwidths import read_bandwidths
 from orchestrator.deployment.containers import Host, Model, image_of, in_containers
 from orchestrator.deployment.launching import engine_of
+from orchestrator.deployment.ledger import gpu_claim
 from orchestrator.deployment.plan import Plan, make_plan
 from orchestrator.deployment.progress import Progress
 from orchestrator.deployment.state import StateFolder
@@ -80,7 +80,7 @@ async def surveyed(engine: Engine, settings: Settings) -> Host:
     )
     held = await claims(engine, host.gpus_by_index)
     others = [claim for claim in held if claim.deployment != settings.deployment and not _is_own(claim, host)]
-    return replace(host, claims=tuple(map(_claim, others)))
+    return replace(host, claims=tuple(map(gpu_claim, others)))
 
 
 def _each_once() -> Callable[[int], int]:
@@ -98,10 +98,6 @@ def _each_once() -> Callable[[int], int]:
 def _is_own(claim: Claim, host: Host) -> bool:
     """The orchestrator's own container, which may have been given GPUs to ask NVML for them."""
     return host.own is not None and claim.container == host.own.name
-
-
-def _claim(held: Claim) -> GpuClaim:
-    return GpuClaim(held.gpu, str(held), held.mps_percent, held.memory_fraction)
 
 
 async def _topology(settings: Settings) -> Topology | None:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
 import structlog
 
-from orchestrator.core.gpu_claims import Claim
-from orchestrator.core.order import ShardOrder
+from orchestrator.deployment.ledger import Ledger
 from orchestrator.deployment.plan import Plan
-from orchestrator.errors import ShardError, Unreachable
+from orchestrator.errors import Unreachable
 from orchestrator.queues import ConductorQueue, Deposed
 from orchestrator.settings import RoleSection, Settings
 from orchestrator.shards.docker.engine import Engine
 from orchestrator.shards.docker.launcher import DockerLauncher
-from orchestrator.shards.docker.ledger import claims
 from orchestrator.shards.docker.listing import containers_of
 from orchestrator.shards.launcher import Launcher
 from orchestrator.shards.process import ProcessLauncher
-from orchestrator.shards.rolling import RoomFor, always_room
+from orchestrator.shards.rolling import PlaceFor, RoomFor, always_room, as_planned
 from orchestrator.shards.static import StaticLauncher
-from tgi_patches.contract import ShardSpec
 from tgi_patches.key import key_from
 
 log = structlog.get_logger(__name__)
@@ -60,6 +56,7 @@ class Launching:
     launcher: Launcher
     room_for: RoomFor = always_room
     """Why an order cannot be launched beside all that runs; empty where it can."""
+    place_for: PlaceFor = as_planned
 
 
 @asynccontextmanager
@@ -90,38 +87,12 @@ async def launching(
             arena_bytes=TMPFS_SHARE * plan.containers.arena_bytes,
         )
         try:
-            yield Launching(
-                StaticLauncher(plan.urls, containers, sidecars),
-                partial(_room_on, engine, settings.deployment, plan.containers.gpus_by_index),
-            )
+            observing = StaticLauncher(plan.urls, containers, sidecars)
+            ledger = Ledger(engine, settings.deployment, plan.containers)
+            yield Launching(observing, ledger.room_for, ledger.place_for)
         finally:
             if rolls_back():
                 await containers.roll_back(GRACE_S)
-
-
-async def _room_on(
-    engine: Engine, deployment: str, gpus_by_index: Mapping[str, str], order: ShardSpec
-) -> str:
-    """By the engine's ledger of GPUs, and by the limits of what runs against the host's memory."""
-    if not isinstance(order, ShardOrder):
-        return ""
-    try:
-        held = await claims(engine, gpus_by_index)
-        running = await containers_of(engine, deployment)
-    except (ShardError, Unreachable) as error:
-        return str(error)
-    limits = [one.order.memory_bytes for one in running if one.alive and one.order is not None]
-    return no_room(order, held, limits, engine.facts.memory_bytes)
-
-
-def no_room(order: ShardOrder, held: Sequence[Claim], limits: Sequence[int], host_bytes: int) -> str:
-    """In words; `limits` are those of the containers that run, in bytes."""
-    for claim in held:
-        if claim.gpu in order.gpus and not (claim.shares and order.mps_percent):
-            return f"{claim.gpu} is taken by {claim}"
-    if order.memory_bytes and sum(limits) + order.memory_bytes > host_bytes:
-        return "the host has no memory for one shard more"
-    return ""
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.config import Loaded
 from orchestrator.core.kv_bytes import ModelShape, bytes_per_token, ring_bytes, shape_of
+from orchestrator.core.topology import Topology
 from orchestrator.deployment.policy import hot_prompts_on
 from orchestrator.embedded.weights import ResolvedModel
 from orchestrator.errors import ConfigError
@@ -39,6 +40,7 @@ class Containers:
     """Of all arenas together, when none is rolled."""
     gpus_by_index: Mapping[str, str] = field(default_factory=dict)
     """UUIDs."""
+    topology: Topology | None = None
     notes: tuple[str, ...] = ()
     """What the user should know of it, in sentences."""
 

@@ -304,6 +304,7 @@ async def _conducting(
             order.plan.specs,
             http_probe(client),
             room_for=place.room_for,
+            place_for=place.place_for,
             scheduler=scheduler_of(settings),
             costs=costs,
             calibrator=calibrator,

@@ -16,6 +16,7 @@ import structlog
 
 from orchestrator.core.decision import Mode, Refuse
 from orchestrator.core.pending import Place
+from orchestrator.core.roll import Roll
 from orchestrator.core.shard import Watched
 from orchestrator.core.snapshot import Reserved
 from orchestrator.core.ticket import Completion, Grant, Relayed, ShardView, Ticket
@@ -28,7 +29,8 @@ from orchestrator.queues.link import ScriptRunner
 from orchestrator.queues.mode import by_leader
 from orchestrator.queues.resp import ATTEMPTS, Refused, RespClient
 from orchestrator.queues.table import read_mode
-from tgi_patches.contract import checked_part, new_epoch
+from orchestrator.queues.wishes import Wanted, Wishes, forgotten, looked, looking, told
+from tgi_patches.contract import ShardSpec, checked_part, new_epoch
 
 log = structlog.get_logger()
 
@@ -116,13 +118,8 @@ class ConductorQueue:
             raise
 
     async def aclose(self) -> None:
-        """Give up the lead, so that a standby takes over at once."""
-        if self.leader:
-            try:
-                await self._runner.send(calls.resign(self._keys, self.leader))
-            except Unreachable as error:
-                log.warning("resign_failed", error=str(error))
-            self.leader = ""
+        """Give up the lead as well."""
+        await self.resign()
         await self._runner.aclose()
         await self._reader.aclose()
 
@@ -132,6 +129,16 @@ class ConductorQueue:
         """Take the lead or keep it.  A new `leader` value is a new term: pending tickets must be claimed."""
         self.leader = await self._runner.send(calls.lead(self._keys, self.conductor, self.timings))
         return bool(self.leader)
+
+    async def resign(self) -> None:
+        """Give up the lead, so that a standby takes over at once."""
+        if not self.leader:
+            return
+        try:
+            await self._runner.send(calls.resign(self._keys, self.leader))
+        except Unreachable as error:
+            log.warning("resign_failed", error=str(error))
+        self.leader = ""
 
     async def publish(
         self,
@@ -155,6 +162,27 @@ class ConductorQueue:
         """False where an operator holds it.  Raises Deposed."""
         command = by_leader(self._keys, self._term(), mode)
         return self._check(await self._runner.client.send(*command)) == "set"
+
+    # --- wishes ---------------------------------------------------------------------------------
+
+    async def wishes(self) -> Wishes:
+        """What an operator wants of the shards."""
+        return looked(await self._runner.client.all(looking(self._keys)))
+
+    async def tell(
+        self, orders: Sequence[ShardSpec], roll: Roll, wanted: Wanted | None, drained: Iterable[str]
+    ) -> None:
+        """Of the leader's shards and its way to what is wanted; see `wishes.told`.  Raises Deposed."""
+        command = told(self._keys, self._term(), orders, roll, wanted, drained)
+        self._check(await self._runner.client.send(*command))
+
+    async def give_back(self, shard: str) -> None:
+        """A drained shard is no more, and its name is free for another."""
+        await self._runner.client.send("SREM", self._keys.drained, shard)
+
+    async def forget_wishes(self) -> None:
+        """With the end of the deployment.  Raises Deposed."""
+        self._check(await self._runner.client.send(*forgotten(self._keys, self._term())))
 
     # --- tickets --------------------------------------------------------------------------------
 

@@ -57,6 +57,26 @@ class Keys:
         return self.prefix + "mode"
 
     @property
+    def wanted(self) -> str:
+        """JSON: `id` of one `apply`, and the launch orders that are wanted since."""
+        return self.prefix + "wanted"
+
+    @property
+    def drained(self) -> str:
+        """Set of shards that an operator has drained."""
+        return self.prefix + "drained"
+
+    @property
+    def orders(self) -> str:
+        """JSON list: the orders with which the leader's shards run."""
+        return self.prefix + "orders"
+
+    @property
+    def roll(self) -> str:
+        """JSON: how far the leader is on its way to what is wanted."""
+        return self.prefix + "roll"
+
+    @property
     def tickets(self) -> str:
         """Stream of undecided tickets; a decision deletes its entry."""
         return self.prefix + "tickets"

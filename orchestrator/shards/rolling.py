@@ -36,15 +36,29 @@ RoomFor = Callable[[ShardSpec], str | Awaitable[str]]
 """Takes an order; why it cannot be launched beside all that runs now, in words, or empty."""
 
 
+PlaceFor = Callable[[ShardSpec], ShardSpec | Awaitable[ShardSpec]]
+"""Takes an order; the same where there is most room for it now."""
+
+
 def always_room(_order: ShardSpec) -> str:
     return ""
+
+
+def as_planned(order: ShardSpec) -> ShardSpec:
+    return order
 
 
 class Rolling:
     """`told` is set when `roll` has changed."""
 
     def __init__(
-        self, wanted: Sequence[ShardSpec], states: States, keeping: Keeping, room_for: RoomFor, pace: Pace
+        self,
+        wanted: Sequence[ShardSpec],
+        states: States,
+        keeping: Keeping,
+        pace: Pace,
+        room_for: RoomFor = always_room,
+        place_for: PlaceFor = as_planned,
     ) -> None:
         self.wanted = tuple(wanted)
         self.roll = Roll()
@@ -52,6 +66,7 @@ class Rolling:
         self._states = states
         self._keeping = keeping
         self._room_for = room_for
+        self._place_for = place_for
         self._pace = pace
         self._asked = asyncio.Event()
         self._made_room: list[ShardSpec] = []
@@ -119,6 +134,7 @@ class Rolling:
                 return await self._launched(order, instead, running)
 
     async def _launched(self, order: ShardSpec, instead: str, running: Sequence[ShardSpec]) -> str:
+        order = await self._at_a_place(order)
         no_room = conflict(order, running) or await self._no_room(order)
         if not no_room:
             return await self._proved(order)
@@ -129,6 +145,14 @@ class Rolling:
         why = f"Shard {instead} makes room for its successor once its requests are done: {no_room}."
         await self._retired(instead, why)
         return ""
+
+    async def _at_a_place(self, order: ShardSpec) -> ShardSpec:
+        try:
+            placed = self._place_for(order)
+            return await placed if inspect.isawaitable(placed) else placed
+        except (ConfigError, ShardError, Unreachable) as error:
+            log.warning("place_not_found", shard=order.shard, error=str(error))
+            return order
 
     async def _no_room(self, order: ShardSpec) -> str:
         try:

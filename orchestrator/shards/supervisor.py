@@ -20,7 +20,7 @@ from orchestrator.shards.keeping import Keeping, UntilIdle
 from orchestrator.shards.keeping import Pace as Pace
 from orchestrator.shards.launcher import Launcher, Running
 from orchestrator.shards.probe import StatusProbe
-from orchestrator.shards.rolling import Rolling, RoomFor, always_room
+from orchestrator.shards.rolling import PlaceFor, Rolling, RoomFor, always_room, as_planned
 from orchestrator.shards.states import States
 from tgi_patches.contract import ShardSpec
 
@@ -42,6 +42,7 @@ class Supervisor:
         *,
         until_idle: UntilIdle = _at_once,
         room_for: RoomFor = always_room,
+        place_for: PlaceFor = as_planned,
         rules: Rules | None = None,
         pace: Pace | None = None,
         now: Callable[[], float] | None = None,
@@ -50,7 +51,7 @@ class Supervisor:
         self._launcher = launcher
         pace = pace or Pace()
         self._keeping = Keeping(self.states, launcher, probe, until_idle, pace)
-        self._rolling = Rolling(specs, self.states, self._keeping, room_for, pace)
+        self._rolling = Rolling(specs, self.states, self._keeping, pace, room_for, place_for)
 
     def watched(self) -> tuple[Watched, ...]:
         return tuple(self.states.watched.values())

@@ -145,7 +145,10 @@ def test_an_empty_section_or_file_means_the_defaults(write: Write) -> None:
         ("limits: {max_input_tokens: 4096}", "max_input_tokens (4096) must be below max_total_tokens (4096)"),
         ("shards: {prefill: {count: 0}, decode: {count: 0}}", "at least one shard is needed"),
         ("shards: {prefill: {cpus: [[0], [1]]}}", "cpus names 2 lists of cores for 1 shards"),
-        ("shards: {prefill: {gpus: [[GPU-1]]}}", "shards.prefill.gpus needs containers: set launcher: docker"),
+        (
+            "shards: {prefill: {gpus: [[GPU-1]]}}",
+            "shards.prefill.gpus needs containers: set launcher: docker",
+        ),
         ("shards: {prefill: {gpus: [[GPU-1, GPU-2]]}}", "gpus names 2 GPUs for a shard of 1 ranks (tp)"),
         ("shards: {prefill: {gpus: [[GPU-1], [GPU-2]]}}", "gpus names 2 lists of GPUs for 1 shards"),
         ("shards: {decode: {mps_percent: 50}}", "mps_percent and gpu_memory_fraction need each other"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from orchestrator.core.gpu_claims import Claim
 from orchestrator.core.kv_bytes import shape_of
 from orchestrator.core.order import ShardOrder
 from orchestrator.core.placement import GpuClaim
-from orchestrator.deployment.containers import Host, Model, cpu_image, in_containers
-from orchestrator.deployment.launching import no_room, sidecar_urls
+from orchestrator.deployment.containers import Host, Model, cpu_image, in_containers, placed_beside
+from orchestrator.deployment.launching import sidecar_urls
+from orchestrator.deployment.ledger import no_room
 from orchestrator.deployment.plan import Plan, make_plan
 from orchestrator.embedded.weights import ResolvedModel
 from orchestrator.errors import ConfigError
@@ -162,6 +164,17 @@ def test_a_shard_more_needs_its_gpu_and_memory_beside_what_runs() -> None:
     assert no_room(order, [held], [], 8 * GIB) == "GPU-1 is taken by tgio-d-decode-0 of deployment d"
     assert no_room(order, [Claim("GPU-2", "other")], [4 * GIB], 8 * GIB) == ""
     assert no_room(order, [], [5 * GIB], 8 * GIB) == "the host has no memory for one shard more"
+
+
+def test_a_new_shard_goes_to_gpus_that_nobody_has_or_stays_where_it_was_planned() -> None:
+    topology = read_topology(TOPOLOGIES / "a10-pcie-x4.yaml")
+    first, second, third, fourth = (gpu.uuid for gpu in topology.gpus)
+    order = ShardOrder("d", "decode-1", Role.DECODE, "m", "m", gpus=(second,))
+    held = [GpuClaim(gpu, "ours", 0, 0.0) for gpu in (first, second, third)]
+    assert placed_beside(order, topology, held).gpus == (fourth,)
+    assert placed_beside(order, topology, [*held, GpuClaim(fourth, "other", 0, 0.0)]).gpus == (second,)
+    named = replace(order, gpus_named=True)
+    assert placed_beside(named, topology, held) == named
 
 
 def test_a_sidecar_beside_a_given_url_is_at_its_port_of_the_same_host() -> None:

@@ -57,7 +57,7 @@ def commands(group: Typer, prefix: str = "tgi-orchestrator") -> Iterator[str]:
         yield f"{prefix} {command.name or getattr(command.callback, '__name__', '')}"
     for inner in group.registered_groups:
         assert inner.typer_instance is not None
-        yield from commands(inner.typer_instance, f"{prefix} {inner.name}")
+        yield from commands(inner.typer_instance, f"{prefix} {inner.name}" if inner.name else prefix)
 
 
 def test_every_command_is_documented() -> None:

@@ -10,6 +10,7 @@ from orchestrator.core.shard import (
     Answered,
     Drained,
     Exited,
+    GivenBack,
     Launched,
     Missed,
     Observation,
@@ -131,6 +132,24 @@ def test_an_answer_of_another_shard_counts_as_a_miss() -> None:
     foreign = Answered(status(shard="prefill-0"))
     assert after(UP[0], (1.0, foreign)).state == "starting"
     assert after(*UP, (4.0, foreign), (5.0, foreign)).state == "suspect"
+
+
+def test_what_was_drained_comes_back_as_what_it_is_known_to_be() -> None:
+    back = (9.0, GivenBack())
+    assert after(UP[0], (1.0, Drained()), back).state == "starting"
+    assert after(*UP, (4.0, Drained()), (8.0, Answered(status())), back).state == "ready"
+    silent = after(*UP, (4.0, Drained()), (8.0, Missed()), back)
+    assert silent.state == "suspect"
+    assert after((10.0, Answered(status())), start=silent).state == "ready"
+
+
+@pytest.mark.parametrize(
+    "before", [UP[:1], UP, (*UP, (4.0, Missed()), (5.0, Missed())), (*UP, (4.0, Exited()))]
+)
+def test_giving_back_what_was_not_drained_changes_nothing(
+    before: tuple[tuple[float, Observation], ...],
+) -> None:
+    assert after(*before, (9.0, GivenBack())) == after(*before)
 
 
 def test_draining_survives_answers_and_misses_until_the_end() -> None:

@@ -19,7 +19,7 @@ from tgi_patches.contract import Role, ShardSpec, StatusReply
 World = Any
 Until = Any
 
-PACE = Pace(poll_s=0.02, probe_deadline_s=1.0, grace_s=1.0, drain_s=0.2)
+PACE = Pace(poll_s=0.02, probe_deadline_s=1.0, grace_s=1.0, drain_s=0.2, proof_s=0.1)
 RULES = Rules(backoff_first_s=0.01, backoff_most_s=0.05)
 PATIENT = Timings(heartbeat_s=0.05, lease_s=9, own_decision_s=60, deadline_s=2, block_s=0.1, settle_s=0)
 """A gateway that leaves everything to the conductor."""
@@ -69,7 +69,8 @@ async def running(
     try:
         yield conductor
     finally:
-        conductor.stop()
+        if not conductor._stopping.is_set():
+            conductor.stop()
         await asyncio.wait_for(task, 20)
         await queue.aclose()
 

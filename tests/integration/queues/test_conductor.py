@@ -204,9 +204,8 @@ async def test_a_standby_takes_over_and_keeps_order_and_reservations(
 ) -> None:
     """The first leader dies without a word in mid-load; its heir has the same shards."""
     leading = await world.conductor("first")
-    first = Conductor(leading, fleet.launcher, SPECS, fleet.probe, rules=RULES, pace=PACE)
-    first._launcher = _Unowned(fleet.launcher)  # its shards outlive it, as containers would
-    first._supervisor._launcher = first._launcher
+    unowned: Any = _Unowned(fleet.launcher)  # its shards outlive it, as containers would
+    first = Conductor(leading, unowned, SPECS, fleet.probe, rules=RULES, pace=PACE)
     task = asyncio.create_task(first.run())
     queue = await ready_gateway(world, until, timings=PATIENT)
     held = [world.shards.ticket(queue) for _ in range(4)]
