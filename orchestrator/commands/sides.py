@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -136,6 +137,11 @@ async def mixed_shard(state: State) -> AsyncIterator[str]:
             "A TGI to compare with is not started beside those in containers: give the deployment a mixed "
             "shard (shards.mixed.count: 1), or name a stock TGI with --against."
         )
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "A shard to compare with needs the extra `shard`, which is not installed here: give the "
+            "deployment a mixed shard (shards.mixed.count: 1), or name a server with --against."
+        )
     spec = mixed_spec(state)
     logs = Path(tempfile.mkdtemp(prefix="tgi-orchestrator-verify-"))
     launcher = ProcessLauncher(logs)
@@ -155,6 +161,10 @@ def mixed_spec(state: State) -> ShardSpec:
         model,
         shard=f"verify-{os.getpid()}",
         role=Role.MIXED,
+        # A process of this machine, whatever the others are.
+        host="127.0.0.1",
+        port=0,
+        sidecar_port=0,
         arena_bytes=0,
         pulled_bytes=0,
         max_batch_prefill_tokens=max(spec.max_batch_prefill_tokens for spec in state.specs),

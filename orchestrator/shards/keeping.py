@@ -23,7 +23,7 @@ from orchestrator.core.shard import (
     backoff_s,
     stranger,
 )
-from orchestrator.errors import ConfigError, ShardError
+from orchestrator.errors import ConfigError, ShardError, Unreachable
 from orchestrator.shards.launcher import Exit, Launcher, Running
 from orchestrator.shards.probe import StatusProbe
 from orchestrator.shards.states import States
@@ -143,10 +143,7 @@ class Keeping:
         if shard in self._states.observed:
             task.cancel()
         while not task.done():
-            try:
-                await self._launcher.stop(shard, self._pace.grace_s)
-            except ShardError as error:
-                log.warning("shard_not_stopped", shard=shard, error=str(error))
+            await self._stopped(shard)
             # A launch that was under way when it was told to leave ends only now.
             await asyncio.wait({task}, timeout=self._pace.poll_s)
         del self._tasks[shard], self._left[shard]
@@ -163,17 +160,18 @@ class Keeping:
                 ended = await self._watch(launched)
                 reason = self._replaced.pop(shard, "")
                 how = f"it asked for it: {reason}" if reason else str(ended)
+                word = ended.last_line
                 if self._is_over(shard, ended):
                     return
             else:
-                reason, how = "", launched
+                reason, how, word = "", launched, ""
                 if shard in self._trials:
                     self.failed[shard] = how
                     return
             if not reason:
                 self._is_replaced(shard)
             running = None
-            await self._back_off(shard, how)
+            await self._back_off(shard, how, word)
 
     def _is_over(self, shard: str, ended: Exit) -> bool:
         """It shall not be launched again.  Raises ConfigError where all shall end."""
@@ -195,7 +193,7 @@ class Keeping:
             log.warning("shard_not_launched", shard=shard, error=str(error))
             self._note(shard, Launched(""))
             self._note(shard, Exited())
-            return str(error) if shard in self._trials or isinstance(error, ConfigError) else "not started"
+            return str(error).rstrip(".")
         log.info("shard_launched", shard=shard, role=spec.role, url=running.url, pid=running.pid)
         return running
 
@@ -233,7 +231,17 @@ class Keeping:
             await asyncio.sleep(self._pace.poll_s)
         else:
             log.warning("shard_silent", shard=shard)
-        await self._launcher.stop(shard, self._pace.grace_s)
+        while not await self._stopped(shard):  # noqa: ASYNC110
+            await asyncio.sleep(self._pace.poll_s)
+
+    async def _stopped(self, shard: str) -> bool:
+        """False where it could not be done now: whoever runs the shards may be away."""
+        try:
+            await self._launcher.stop(shard, self._pace.grace_s)
+        except (ShardError, Unreachable) as error:
+            log.warning("shard_not_stopped", shard=shard, error=str(error))
+            return False
+        return True
 
     async def _drained(self, shard: str, reason: str) -> None:
         """Nothing new is sent to it, and what runs there may end, for a while."""
@@ -327,13 +335,14 @@ class Keeping:
         log.error("shard_given_up", shard=shard, problem=sentence)
         return True
 
-    async def _back_off(self, shard: str, how: str) -> None:
-        """Less when it is to leave."""
+    async def _back_off(self, shard: str, how: str, word: str) -> None:
+        """Less when it is to leave.  `word` is the last one on its end, which need not be in its log."""
         failures = self._states.watched[shard].failures
         wait_s = backoff_s(failures, self._states.rules)
         sentence = f"Shard {shard} ended ({how}) and is started again in {wait_s:g} s."
         if failures >= CRASH_LOOP:
-            tail = " | ".join(await self._launcher.logs(shard, LOG_LINES)) or "(empty)"
+            lines = await self._launcher.logs(shard, LOG_LINES)
+            tail = " | ".join([*lines, word] if word and word not in lines else lines) or "(empty)"
             sentence = (
                 f"Shard {shard} ended {failures} times in a row ({how}); the next start is in {wait_s:g} s. "
                 f"Its log ends: {tail}"

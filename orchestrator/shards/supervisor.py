@@ -14,7 +14,7 @@ import structlog
 from orchestrator.core.roll import Roll
 from orchestrator.core.rolling import match, missing
 from orchestrator.core.shard import Drained, Exited, Rules, Watched
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ShardError, Unreachable
 from orchestrator.shards.keeping import CRASH_LOOP as CRASH_LOOP
 from orchestrator.shards.keeping import Keeping, UntilIdle
 from orchestrator.shards.keeping import Pace as Pace
@@ -25,6 +25,8 @@ from orchestrator.shards.states import States
 from tgi_patches.contract import ShardSpec
 
 log = structlog.get_logger()
+
+AWAY_S = 0.5
 
 
 async def _at_once(_shard: str, _epoch: int) -> None:
@@ -71,12 +73,21 @@ class Supervisor:
 
     async def run(self) -> None:
         """Until cancelled.  Raises ConfigError, in a group, when a shard can never start."""
-        found = await self._launcher.running()
+        found = await self._running()
         async with asyncio.TaskGroup() as group:
             self._keeping.start(group)
             self._adopt(found)
             self._rolling.ask()
             group.create_task(self._rolling.run(), name="roll")
+
+    async def _running(self) -> Mapping[str, Running]:
+        """What runs cannot be told while an engine is away: then nothing is launched twice, but waited."""
+        while True:
+            try:
+                return await self._launcher.running()
+            except (ShardError, Unreachable) as error:
+                log.warning("shards_not_listed", error=str(error))
+                await asyncio.sleep(AWAY_S)
 
     def want(self, orders: Sequence[ShardSpec], wish: str = "") -> None:
         """Other shards from now on.  Raises ConfigError for two of one name, or for none."""
