@@ -80,6 +80,8 @@ class State:
     @classmethod
     def from_json(cls, text: str) -> State:
         raw: dict[str, Any] = json.loads(text)
+        if not isinstance(raw, dict):
+            raise TypeError("A state file holds an object.")
         order = ShardOrder if raw.get("launcher") == DOCKER else ShardSpec
         raw["specs"] = tuple(order.from_dict(spec) for spec in raw["specs"])
         return cls(**raw)
