@@ -80,7 +80,7 @@ def _mounts_below(folder: Path) -> list[str]:
 def close_lost_sockets() -> None:
     """The SDK leaves each socket that found no engine to the garbage collector, which warns of it."""
     for one in gc.get_objects():
-        if isinstance(one, socket.socket) and one.family == socket.AF_UNIX and one.fileno() >= 0:
+        if issubclass(type(one), socket.socket) and one.family == socket.AF_UNIX and one.fileno() >= 0:
             try:
                 one.getpeername()
             except OSError:

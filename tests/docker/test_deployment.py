@@ -18,7 +18,7 @@ import pytest
 from orchestrator.shards.docker.names import container_name
 
 from .cli import DockerLine
-from .engine import containers_of, docker, inspected, left_of
+from .engine import containers_of, docker, inspected, left_of, remove_all
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(400)]
 
@@ -153,6 +153,79 @@ def test_an_orchestrator_that_is_restarted_adopts_its_shards_and_breaks_no_strea
     assert {n: s["epoch"] for n, s in shards(url).items()} == epochs
     assert ask(url).status_code == 200
     assert len(stream.text()) == LETTERS
+
+
+class Load:
+    """Clients that ask one request after another until they are told to stop, and what they were answered."""
+
+    def __init__(self, url: str, clients: int) -> None:
+        self.answers: list[tuple[int, str]] = []
+        self.failures: list[str] = []
+        self._url = url
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        while not self._over.is_set():
+            try:
+                answer = ask(self._url)
+                self.answers.append((answer.status_code, answer.json().get("generated_text", answer.text)))
+            except (httpx.HTTPError, ValueError) as error:
+                self.failures.append(repr(error))
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+
+
+def test_a_changed_argument_of_decode_is_rolled_under_load_and_loses_no_request(
+    docker_cli: DockerLine,
+) -> None:
+    cli = docker_cli
+    url = cli.json("up", "--detach")["url"]
+    before, text = ids(cli.name), ask(url).json()["generated_text"]
+    load = Load(url, clients=4)
+    stream = Stream(url)
+    cli.env["ORCHESTRATOR_SHARDS__DECODE__ENV"] = json.dumps({"TRIED": "1"})
+    dry = cli.json("apply", "--dry-run")
+    assert [changed["shard"] for changed in dry["shards"]["changed"]] == ["decode-0"]
+    assert ids(cli.name) == before
+    told = cli.json("apply")
+    load.stop()
+    assert told["roll"]["state"] == "done"
+    assert load.failures == []
+    assert set(load.answers) == {(200, text)}
+    assert len(load.answers) > 10
+    assert len(stream.text()) == LETTERS
+    after = ids(cli.name)
+    prefill, decode = (container_name(cli.name, shard) for shard in ("prefill-0", "decode-1"))
+    assert after.keys() == {prefill, decode}
+    assert after[prefill] == before[prefill], "what is not changed goes on"
+    assert "TRIED=1" in inspected(decode)["Config"]["Env"]
+    assert "Nothing to do" in cli.run("apply").stdout
+
+    assert cli.run("drain", "decode-1", "--wait").returncode == 0
+    assert ask(url).headers["x-orchestrator-route"] == "mixed"
+    assert cli.run("drain", "decode-1", "--undo").returncode == 0
+    until(lambda: ask(url).headers["x-orchestrator-route"] == "separated", "the shard to serve again")
+
+
+def test_two_deployments_share_an_engine_and_nothing_else(docker_cli: DockerLine) -> None:
+    first = docker_cli.json("up", "--detach")["url"]
+    name, other = docker_cli.name, f"{docker_cli.name}-b"
+    docker_cli.env["ORCHESTRATOR_DEPLOYMENT"] = other
+    try:
+        second = docker_cli.json("up", "--detach")["url"]
+        assert ask(first).json() == ask(second).json()
+        assert docker_cli.run("down").returncode == 0
+        assert left_of(other) == []
+        assert ask(first).status_code == 200
+    finally:
+        docker_cli.env["ORCHESTRATOR_DEPLOYMENT"] = name
+        remove_all(other)
 
 
 def test_ctrl_c_removes_what_a_foreground_up_launched(

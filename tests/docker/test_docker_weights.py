@@ -110,7 +110,7 @@ async def test_tgis_image_fetches_with_its_own_program_and_environment(
     package.write_text("def snapshot_download(model, **more): return f'/data/{model}/snapshots/c0'\n")
     package.chmod(0o644)
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nexec python3 "$@"\n')
+    python.write_text('#!/bin/sh\nexec /usr/bin/python3 "$@"\n')
     python.chmod(0o755)
     tgi = f"{image}-tgi"
     docker("create", "--name", unique, image, "true")
