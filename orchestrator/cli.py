@@ -125,12 +125,15 @@ def down(
     config: Config = None,
     deployment: Deployment = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 30.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Remove containers of that name whoever launched them.")
+    ] = False,
 ) -> None:
     """Stop the deployment that runs on this machine, and remove its containers."""
     from orchestrator.commands.common import settings_of
     from orchestrator.commands.down import stop_deployment
 
-    stop_deployment(settings_of(config, {"deployment": deployment}), timeout_s=timeout)
+    stop_deployment(settings_of(config, {"deployment": deployment}), timeout_s=timeout, force=force)
 
 
 @app.command()

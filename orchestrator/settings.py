@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -34,6 +35,21 @@ def _on_path(value: object) -> object:
 
 
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
+
+
+def _env_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) or value.startswith("ORCHESTRATOR_"):
+        raise ValueError(f"{value!r} is no variable that a shard can be given")
+    return value
+
+
+def _network(value: str) -> str:
+    if value in ("none", "bridge", "default") or ":" in value:
+        raise ValueError("must be a network of its own, where containers have names, or host")
+    return value
+
+
+EnvName = Annotated[str, AfterValidator(_env_name)]
 Gpu = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0, le=64)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -106,7 +122,7 @@ class RoleSection(Section):
     """Of the containers; None for `docker.image`."""
     args: list[str] = []
     """Further arguments of the image's own command: TGI's flags."""
-    env: dict[str, str] = {}
+    env: dict[EnvName, str] = {}
     memory_bytes: int = Field(0, ge=0)
     """Memory of a container beside its arena; 0 chooses for embedded shards and sets TGI no limit."""
     shm_bytes: int = Field(0, ge=0)
@@ -297,11 +313,11 @@ class DockerSection(Section):
     """The engine, as DOCKER_HOST has it; empty: that variable, then /var/run/docker.sock."""
     image: str | None = None
     """Of all shards; None: TGI's with the overlay where there are GPUs, else the embedded CPU shard's."""
-    network: str = ""
+    network: Annotated[str, AfterValidator(_network)] = ""
     """An existing network for the shards, or `host`; empty: a bridge of the deployment's own."""
     topology: AbsolutePath | None = None
     """GPUs and their links as YAML, for a host whose NVML cannot be asked from here."""
-    log_bytes: int = Field(16 * 1024 * 1024, gt=0)
+    log_bytes: int = Field(16 * 1024 * 1024, ge=64 * 1024)
     """Size at which the engine begins a container's log anew; the one before is kept."""
 
 

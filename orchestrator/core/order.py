@@ -17,6 +17,8 @@ class ShardOrder(ShardSpec):
     """
 
     image: str = ""
+    image_id: str = ""
+    """Which image that name had when this was ordered: a name can be given to another one."""
     args: tuple[str, ...] = ()
     """Of the image's own command, in order: TGI's flags."""
     env: Mapping[str, str] = field(default_factory=dict)

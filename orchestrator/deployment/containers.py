@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -38,6 +38,8 @@ class Host:
     engine: EngineFacts
     images: Mapping[str, str]
     """By name, of those that the settings ask for: TGI's version, or empty for the embedded shard."""
+    image_ids: Mapping[str, str] = field(default_factory=dict)
+    owner: str = ""
     own: OwnContainer | None = None
     topology: Topology | None = None
     claims: tuple[GpuClaim, ...] = ()
@@ -98,6 +100,7 @@ def in_containers(plan: Plan, settings: Settings, host: Host, model: Model) -> P
             arena_bytes=plan.arena_bytes,
             gpus_by_index=host.gpus_by_index,
             topology=host.topology,
+            owner=host.owner,
             notes=(placement.mixed_because,) if placement and placement.mixed_because else (),
         ),
     )
@@ -188,6 +191,7 @@ def _order(
     return ShardOrder(
         **raw,
         image=image,
+        image_id=host.image_ids.get(image, ""),
         gpus_named=bool(section.gpus),
         args=tuple(section.args),
         env=dict(section.env),

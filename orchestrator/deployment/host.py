@@ -19,18 +19,19 @@ from orchestrator.core.kv_bytes import shape_of
 from orchestrator.core.topology import Topology
 from orchestrator.deployment.bandwidths import read_bandwidths
 from orchestrator.deployment.containers import Host, Model, image_of, in_containers
-from orchestrator.deployment.launching import engine_of
 from orchestrator.deployment.ledger import gpu_claim
 from orchestrator.deployment.plan import Plan, make_plan
 from orchestrator.deployment.progress import Progress
 from orchestrator.deployment.state import StateFolder
 from orchestrator.embedded.folder import checked_config, content_revision, is_complete
 from orchestrator.embedded.weights import ResolvedModel, described, is_folder, pick_dtype
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.settings import RoleSection, Settings
+from orchestrator.shards.docker.container import ImageFacts
 from orchestrator.shards.docker.engine import Engine
 from orchestrator.shards.docker.images import image_facts
 from orchestrator.shards.docker.ledger import claims
+from orchestrator.shards.docker.listing import containers_of
 from orchestrator.shards.docker.names import TGI_LABEL, USER
 from orchestrator.shards.docker.own import bind_for, own_container
 from orchestrator.shards.docker.weights import Wanted, fetch
@@ -49,9 +50,16 @@ NVML_LIMIT_S = 20.0
 async def planned_in_containers(loaded: Loaded, progress: Progress) -> Plan:
     """The plan of `up`.  Blocks while weights are fetched; ConfigError for what cannot work there."""
     settings = loaded.settings
-    async with engine_of(settings) as engine:
+    try:
+        engine = await Engine.connect(settings.docker.host)
+    except Unreachable as error:
+        # Whoever wants to start something there has named an engine that cannot be used.
+        raise ConfigError(str(error)) from None
+    try:
         host = await surveyed(engine, settings)
         model = await found_model(engine, settings, host, progress)
+    finally:
+        await engine.aclose()
     config = checked_config(model.path, model.name)
     dtype = pick_dtype(settings.model.dtype, gpu=any(host.images.values()))
     cores = sorted(os.sched_getaffinity(0)) if host.own is None else list(range(host.engine.cpus))
@@ -62,18 +70,23 @@ async def planned_in_containers(loaded: Loaded, progress: Progress) -> Plan:
 async def surveyed(engine: Engine, settings: Settings) -> Host:
     """What there is, before anything is launched."""
     topology = await _topology(settings)
+    folder = StateFolder.of(settings.deployment, os.environ)
+    owner = await asyncio.to_thread(folder.owner)
+    await _check_ours(engine, settings.deployment, owner)
     if topology is not None:
-        folder = StateFolder.of(settings.deployment, os.environ)
         topology = with_measured(topology, await asyncio.to_thread(read_bandwidths, folder))
-    images: dict[str, str] = {}
+    images: dict[str, ImageFacts] = {}
     for role in Role:
         section: RoleSection = getattr(settings.shards, role.value)
         if section.count and not section.urls:
             name = image_of(section, settings, topology)
-            images[name] = (await image_facts(engine, name)).labels.get(TGI_LABEL, "")
+            images[name] = await image_facts(engine, name)
+            assert isinstance(images[name].tgi, bool)  # raises for an image that is no shard
     host = Host(
         engine=engine.facts,
-        images=images,
+        images={name: facts.labels.get(TGI_LABEL, "") for name, facts in images.items()},
+        image_ids={name: facts.id for name, facts in images.items()},
+        owner=owner,
         own=await own_container(engine),
         topology=topology,
         free_ports=_each_once(),
@@ -81,6 +94,17 @@ async def surveyed(engine: Engine, settings: Settings) -> Host:
     held = await claims(engine, host.gpus_by_index)
     others = [claim for claim in held if claim.deployment != settings.deployment and not _is_own(claim, host)]
     return replace(host, claims=tuple(map(gpu_claim, others)))
+
+
+async def _check_ours(engine: Engine, deployment: str, owner: str) -> None:
+    """ConfigError where the name is taken on this engine by an orchestrator with another state folder."""
+    others = [one.name for one in await containers_of(engine, deployment) if one.owner != owner]
+    if others:
+        raise ConfigError(
+            f"The deployment {deployment!r} runs on this engine already, launched from another state folder "
+            f"({', '.join(sorted(others))}): name this one otherwise (-d), or remove that one with "
+            f"`tgi-orchestrator down -d {deployment} --force`."
+        )
 
 
 def _each_once() -> Callable[[int], int]:
@@ -149,6 +173,7 @@ async def _fetched(engine: Engine, settings: Settings, host: Host, progress: Pro
             mounts=(bind_for(cache, host.own, read_only=False),),
             user="" if user == USER else f"{user}:{USER}",
             env=hub_variables(os.environ, cache),
+            owner=host.owner,
             token=await asyncio.to_thread(_token, wanted.token_file),
         ),
         lambda line: progress.step(fetching(wanted.id, line)),

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from orchestrator.core.container_memory import tmpfs_bytes
 from orchestrator.deployment.ledger import Ledger
 from orchestrator.deployment.plan import Plan
 from orchestrator.errors import Unreachable
@@ -31,8 +32,6 @@ log = structlog.get_logger(__name__)
 KEY_SECRET = "key"
 RETRY_S = 0.5
 GRACE_S = 5.0
-TMPFS_SHARE = 2
-"""Size of the tmpfs in all arenas of the plan: while shards are rolled, old and new ones are both there."""
 
 
 class Wanted(Protocol):
@@ -83,8 +82,9 @@ async def launching(
             user=plan.containers.user,
             log_bytes=settings.docker.log_bytes,
             may_act=may_act,
+            owner=plan.containers.owner,
             gpu_aliases=plan.containers.gpus_by_index,
-            arena_bytes=TMPFS_SHARE * plan.containers.arena_bytes,
+            arena_bytes=tmpfs_bytes(plan.containers.arena_bytes, engine.facts.memory_bytes),
         )
         try:
             observing = StaticLauncher(plan.urls, containers, sidecars)
@@ -135,11 +135,14 @@ def sidecar_urls(settings: Settings, urls: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-async def removed(docker_host: str, deployment: str) -> list[str]:
-    """Stop and remove every container of the deployment, then its volume and network; their names."""
+async def removed(docker_host: str, deployment: str, owner: str) -> list[str]:
+    """Stop and remove every container of the deployment, then its volume and network; their names.
+
+    Those of another `owner` are left; empty for everybody's.
+    """
 
     async def may_act() -> None:
-        """Whoever calls holds the deployment's lock: no conductor of this machine leads."""
+        """Whoever calls holds the lock of the folder that they were launched from, or does not care."""
 
     engine = await Engine.connect(docker_host)
     try:
@@ -152,8 +155,9 @@ async def removed(docker_host: str, deployment: str) -> list[str]:
             mounts=(),
             log_bytes=0,
             may_act=may_act,
+            owner=owner,
         )
         await launcher.close(GRACE_S)
     finally:
         await engine.aclose()
-    return [one.name for one in found if not one.stranger]
+    return [one.name for one in found if not one.stranger and one.of(deployment, owner)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from orchestrator.core.container_memory import arena_bytes, tmpfs_bytes
 from orchestrator.core.gpu_claims import Claim
 from orchestrator.core.order import ShardOrder
 from orchestrator.core.placement import GpuClaim
@@ -33,8 +34,8 @@ class Ledger:
             running = await containers_of(self._engine, self._deployment)
         except (ShardError, Unreachable) as error:
             return str(error)
-        limits = [one.order.memory_bytes for one in running if one.alive and one.order is not None]
-        return no_room(order, held, limits, self._engine.facts.memory_bytes)
+        beside = [one.order for one in running if one.alive and one.order is not None]
+        return no_room(order, held, beside, self._engine.facts.memory_bytes, self._containers.arena_bytes)
 
     async def place_for(self, order: ShardSpec) -> ShardSpec:
         """The same order on GPUs that no container has, where there are such."""
@@ -45,13 +46,17 @@ class Ledger:
         return placed_beside(order, topology, [gpu_claim(claim) for claim in held])
 
 
-def no_room(order: ShardOrder, held: Sequence[Claim], limits: Sequence[int], host_bytes: int) -> str:
-    """In words; `limits` are those of the containers that run, in bytes."""
+def no_room(
+    order: ShardOrder, held: Sequence[Claim], beside: Sequence[ShardOrder], host_bytes: int, planned: int
+) -> str:
+    """In words; `beside` are the orders that run, `planned` the bytes of all arenas at `up`."""
     for claim in held:
         if claim.gpu in order.gpus and not (claim.shares and order.mps_percent):
             return f"{claim.gpu} is taken by {claim}"
-    if order.memory_bytes and sum(limits) + order.memory_bytes > host_bytes:
+    if order.memory_bytes and sum(one.memory_bytes for one in beside) + order.memory_bytes > host_bytes:
         return "the host has no memory for one shard more"
+    if order.arena_bytes and arena_bytes([*beside, order]) > tmpfs_bytes(planned, host_bytes):
+        return "the arenas' volume has no room for one more; it grows with `down` and `up`"
     return ""
 
 

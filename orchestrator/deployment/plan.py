@@ -41,6 +41,8 @@ class Containers:
     gpus_by_index: Mapping[str, str] = field(default_factory=dict)
     """UUIDs."""
     topology: Topology | None = None
+    owner: str = ""
+    """The state folder that they are launched from."""
     notes: tuple[str, ...] = ()
     """What the user should know of it, in sentences."""
 

@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -112,6 +113,17 @@ class StateFolder:
     @property
     def _file(self) -> Path:
         return self.path / "state.json"
+
+    def owner(self) -> str:
+        """By which containers are told to be launched from this folder; made when it is first asked for."""
+        path = self.path / "owner"
+        try:
+            return path.read_text().strip()
+        except FileNotFoundError:
+            path.write_text(secrets.token_hex(8))
+            return path.read_text()
+        except OSError as error:
+            raise ConfigError(f"The file {path} cannot be read: {error.strerror}.") from None
 
     def create(self) -> None:
         try:

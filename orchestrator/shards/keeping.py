@@ -142,8 +142,10 @@ class Keeping:
         task = self._tasks[shard]
         if shard in self._states.observed:
             task.cancel()
-        while not task.done():
-            await self._stopped(shard)
+        over = False
+        while not over:
+            # Also one that has ended by itself: what is left of it is removed.
+            over = await self._stopped(shard) and task.done()
             # A launch that was under way when it was told to leave ends only now.
             await asyncio.wait({task}, timeout=self._pace.poll_s)
         del self._tasks[shard], self._left[shard]

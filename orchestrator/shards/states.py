@@ -112,7 +112,7 @@ class States:
             return
         if after.state is ShardState.READY:
             self.problems.pop(shard, None)
-        took_s = self.now() - after.launched_s
+        took_s = self.now() - after.launched_s if after.launched_s else 0.0
         log.info("shard_state", shard=shard, state=after.state, epoch=after.epoch, took_s=round(took_s, 3))
         self._look()
 

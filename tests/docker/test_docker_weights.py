@@ -109,9 +109,6 @@ async def test_tgis_image_fetches_with_its_own_program_and_environment(
     program.chmod(0o755)
     package.write_text("def snapshot_download(model, **more): return f'/data/{model}/snapshots/c0'\n")
     package.chmod(0o644)
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nexec /usr/bin/python3 "$@"\n')
-    python.chmod(0o755)
     tgi = f"{image}-tgi"
     docker("create", "--name", unique, image, "true")
     docker("commit", "--change", "LABEL tgi-orchestrator.tgi=3.3.7", unique, tgi)
@@ -119,7 +116,6 @@ async def test_tgis_image_fetches_with_its_own_program_and_environment(
     try:
         mounts = (
             Bind(str(program), "/usr/src/.venv/bin/text-generation-server"),
-            Bind(str(python), "/usr/src/.venv/bin/python"),
             Bind(str(package), "/app/huggingface_hub.py"),
         )
         wanted = Wanted(tgi, "org/m", "main", mounts=mounts, token=TOKEN)

@@ -161,9 +161,13 @@ def test_limits_that_the_host_does_not_have_are_refused() -> None:
 def test_a_shard_more_needs_its_gpu_and_memory_beside_what_runs() -> None:
     order = ShardOrder("d", "s", Role.DECODE, "m", "m", gpus=("GPU-1",), memory_bytes=4 * GIB)
     held = Claim("GPU-1", "tgio-d-decode-0", "d")
-    assert no_room(order, [held], [], 8 * GIB) == "GPU-1 is taken by tgio-d-decode-0 of deployment d"
-    assert no_room(order, [Claim("GPU-2", "other")], [4 * GIB], 8 * GIB) == ""
-    assert no_room(order, [], [5 * GIB], 8 * GIB) == "the host has no memory for one shard more"
+    assert no_room(order, [held], [], 8 * GIB, 0) == "GPU-1 is taken by tgio-d-decode-0 of deployment d"
+    assert no_room(order, [Claim("GPU-2", "other")], [order], 8 * GIB, 0) == ""
+    larger = replace(order, memory_bytes=5 * GIB)
+    assert no_room(order, [], [larger], 8 * GIB, 0) == "the host has no memory for one shard more"
+    ring = replace(order, memory_bytes=0, arena_bytes=2 * GIB)
+    assert no_room(ring, [], [ring], 8 * GIB, 2 * GIB) == ""
+    assert no_room(ring, [], [ring, ring], 8 * GIB, 2 * GIB).startswith("the arenas' volume has no room")
 
 
 def test_a_new_shard_goes_to_gpus_that_nobody_has_or_stays_where_it_was_planned() -> None:

@@ -67,6 +67,7 @@ class ImageFacts:
     name: str
     labels: Mapping[str, str]
     user: str = ""
+    id: str = ""
 
     @property
     def tgi(self) -> bool:
@@ -88,6 +89,8 @@ class Ground:
     deployment: str
     network: str
     """Of a bridge by name, or `host`."""
+    owner: str = ""
+    """Of all that is launched; empty asks nobody's."""
     mounts: tuple[Bind, ...] = ()
     secrets: frozenset[str] = frozenset()
     """Names of the files in SECRETS."""
@@ -108,11 +111,11 @@ def create_body(order: ShardOrder, image: ImageFacts, ground: Ground) -> dict[st
     _check(order, image, ground)
     command = [*_FLAGS.get(order.role, ()), *order.args] if image.tgi else []
     body: dict[str, Any] = {
-        "Image": order.image,
+        "Image": image.id or order.image,
         "Cmd": command,
         "Env": [f"{name}={value}" for name, value in environment(order, image, ground).items()],
         "Labels": {
-            **labels(ground.deployment),
+            **labels(ground.deployment, ground.owner),
             SHARD_LABEL: order.shard,
             SPEC_LABEL: written(order),
         },

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -92,9 +92,26 @@ class Engine:
         Raises Gone for what is not there, ConfigError for an image that is not, Unreachable for an
         engine that does not answer in time, ShardError for everything else that it refuses.
         """
+        return await self._translated(what, asyncio.to_thread(act, self._client), within_s)
+
+    async def act(self, what: str, act: Callable[[docker.DockerClient], T], *, within_s: float = CALL_S) -> T:
+        """The same for what changes something: begun, it is over before a caller that is cancelled goes on.
+
+        A thread cannot be stopped, and what it makes must not appear behind the back of whoever tidies up.
+        """
+        acting = asyncio.ensure_future(asyncio.to_thread(act, self._client))
+        try:
+            return await self._translated(what, asyncio.shield(acting), within_s)
+        except asyncio.CancelledError:
+            await asyncio.wait({acting}, timeout=within_s)
+            if acting.done() and not acting.cancelled():
+                acting.exception()  # nobody else asks for it
+            raise
+
+    async def _translated(self, what: str, answer: Awaitable[T], within_s: float) -> T:
         try:
             async with asyncio.timeout(within_s):
-                return await asyncio.to_thread(act, self._client)
+                return await answer
         except ImageNotFound as error:
             raise ConfigError(f"{what}: {_reason(error)}.") from None
         except NotFound as error:
@@ -155,7 +172,19 @@ def facts_of(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts
 
 
 def _reason(error: BaseException) -> str:
-    """In one line, without the SDK's own wrapping."""
+    """In one line, without what the SDK and its HTTP library have wrapped around it."""
     explanation = getattr(error, "explanation", None)
+    if explanation is None and (system := _system_error(error)) is not None and system.strerror:
+        return system.strerror
     text = " ".join(str(explanation or str(error) or type(error).__name__).split())
     return text.rstrip(".")
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The one that everything else was made of."""
+    inner = next(
+        (one for one in (*error.args, error.__cause__, error.__context__) if isinstance(one, BaseException)),
+        None,
+    )
+    found = _system_error(inner) if inner is not None else None
+    return found or (error if isinstance(error, OSError) and error.strerror else None)

@@ -12,7 +12,7 @@ import structlog
 from orchestrator.errors import ConfigError, ShardError
 from orchestrator.shards.docker.container import Ground
 from orchestrator.shards.docker.engine import Engine, Gone
-from orchestrator.shards.docker.names import DEPLOYMENT_LABEL, labels, network_name, volume_name
+from orchestrator.shards.docker.names import labels, network_name, volume_name
 
 log = structlog.get_logger()
 
@@ -31,6 +31,7 @@ class GroundWork:
         """`owner` of the tmpfs: uid and gid; `arena_bytes` its size, 0 for half of the host's memory."""
         self._engine = engine
         self._deployment = ground.deployment
+        self._labels = labels(ground.deployment, ground.owner)
         self._network = ground.network
         self._owner = owner
         self._arena_bytes = arena_bytes
@@ -52,7 +53,7 @@ class GroundWork:
                 continue
             await self._may_act()
             try:
-                await self._engine.call(f"{name} was not removed", _remover(name, look))
+                await self._engine.act(f"{name} was not removed", _remover(name, look))
             except ShardError as error:
                 log.info("ground_kept", name=name, why=str(error))
 
@@ -77,10 +78,10 @@ class GroundWork:
             "device": "tmpfs",
             "o": f"{size}uid={uid},gid={gid},mode={MODE},nosuid,nodev,noexec",
         }
-        await self._engine.call(
+        await self._engine.act(
             f"The volume {name} was not made",
             lambda client: client.api.create_volume(
-                name, driver="local", driver_opts=options, labels=labels(self._deployment)
+                name, driver="local", driver_opts=options, labels=self._labels
             ),
         )
 
@@ -88,7 +89,7 @@ class GroundWork:
         """A tmpfs keeps its size: it is made anew, which only works while no container has it."""
         await self._may_act()
         try:
-            await self._engine.call(f"{name} was not removed", lambda client: client.api.remove_volume(name))
+            await self._engine.act(f"{name} was not removed", lambda client: client.api.remove_volume(name))
         except Gone:
             pass
         except ShardError:
@@ -103,10 +104,10 @@ class GroundWork:
             self._check_ours("network", self._network, told)
             return
         await self._may_act()
-        await self._engine.call(
+        await self._engine.act(
             f"The network {self._network} was not made",
             lambda client: client.api.create_network(
-                self._network, driver="bridge", check_duplicate=True, labels=labels(self._deployment)
+                self._network, driver="bridge", check_duplicate=True, labels=self._labels
             ),
         )
 
@@ -117,13 +118,12 @@ class GroundWork:
             return None
 
     def _is_ours(self, told: Mapping[str, Any]) -> bool:
-        return (told.get("Labels") or {}).get(DEPLOYMENT_LABEL) == self._deployment
+        return self._labels.items() <= (told.get("Labels") or {}).items()
 
     def _check_ours(self, kind: str, name: str, told: Mapping[str, Any]) -> None:
         if not self._is_ours(told):
             raise ConfigError(
-                f"A {kind} {name} exists and is not ours (it has no label {DEPLOYMENT_LABEL}="
-                f"{self._deployment}): remove it, or name the deployment otherwise."
+                f"A {kind} {name} exists and is not ours: remove it, or name the deployment otherwise."
             )
 
 

@@ -61,11 +61,13 @@ class DockerLauncher:
         may_act: Callable[[], Awaitable[None]],
         arena_bytes: int = 0,
         gpu_aliases: Mapping[str, str] | None = None,
+        owner: str = "",
     ) -> None:
         """`secrets` are the files of each container, by name; `user` is `uid:gid`, empty for the image's.
 
         `network`: a bridge, `host`, or empty for a bridge of the deployment's own.  `arena_bytes` is the
-        size of the tmpfs, 0 for half of the host's memory.  `gpu_aliases`: UUIDs by index.
+        size of the tmpfs, 0 for half of the host's memory.  `gpu_aliases`: UUIDs by index.  What has
+        another `owner` is left alone; without one nobody is asked whose it is.
         """
         files = {name: value for name, value in secrets.items() if value}
         ground = Ground(
@@ -77,12 +79,14 @@ class DockerLauncher:
             log_bytes=log_bytes,
             host_cpus=engine.facts.cpus,
             cdi=engine.facts.cdi,
+            owner=owner,
         )
-        owner = owner_of(user or f"{USER}:{USER}", "of the settings")
+        user_ids = owner_of(user or f"{USER}:{USER}", "of the settings")
         self._engine = engine
         self._deployment = deployment
+        self._owner = owner
         self._may_act = may_act
-        self._ground_work = GroundWork(engine, ground, owner, arena_bytes, may_act)
+        self._ground_work = GroundWork(engine, ground, user_ids, arena_bytes, may_act)
         self._start = Start(engine, ground, self._ground_work, files, gpu_aliases or {}, may_act)
         self._watch = Watch(engine, deployment)
         self._launching: set[str] = set()
@@ -201,7 +205,7 @@ class DockerLauncher:
     async def _signal(self, found: Found, signal: str) -> None:
         await self._may_act()
         try:
-            await self._engine.call(
+            await self._engine.act(
                 f"{found.name} was not signalled", lambda client: client.api.kill(found.id, signal)
             )
         except ShardError as error:
@@ -232,12 +236,13 @@ class DockerLauncher:
 
     def _known(self, listed: Sequence[Found]) -> list[Found]:
         """Without those that we did not launch, which are told once."""
-        strangers = tuple(sorted(found.name for found in listed if found.stranger))
+        ours = [one for one in listed if not one.stranger and one.of(self._deployment, self._owner)]
+        strangers = tuple(sorted(one.name for one in listed if one not in ours))
         if strangers != self.strangers:
             self.strangers = strangers
             if strangers:
                 log.warning("containers_not_ours", deployment=self._deployment, names=strangers)
-        return [found for found in listed if not found.stranger]
+        return ours
 
 
 def _of(shard: str, ours: Sequence[Found]) -> Found | None:

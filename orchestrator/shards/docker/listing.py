@@ -14,6 +14,7 @@ from orchestrator.shards.docker.container import PORT
 from orchestrator.shards.docker.engine import Engine, Gone
 from orchestrator.shards.docker.names import (
     DEPLOYMENT_LABEL,
+    OWNER_LABEL,
     SHARD_LABEL,
     SPEC_LABEL,
     TASK_LABEL,
@@ -36,6 +37,7 @@ class Found:
     state: str
     """The engine's word: `created`, `running`, `exited`, ..."""
     deployment: str = ""
+    owner: str = ""
     shard: str = ""
     task: str = ""
     order: ShardOrder | None = None
@@ -52,6 +54,10 @@ class Found:
     def stranger(self) -> bool:
         """It carries our label and is none of ours: it is left alone."""
         return self.order is None and not self.task
+
+    def of(self, deployment: str, owner: str) -> bool:
+        """Whether it was launched for that deployment and by that owner; empty for any owner."""
+        return self.deployment == deployment and owner in ("", self.owner)
 
     @property
     def running(self) -> Running:
@@ -102,6 +108,7 @@ def found_in(entry: Mapping[str, Any]) -> Found:
         name=name,
         state=str(entry.get("State", "")),
         deployment=deployment,
+        owner=tags.get(OWNER_LABEL, ""),
         shard=shard,
         task=tags.get(TASK_LABEL, ""),
         order=order if ours else None,
@@ -117,7 +124,7 @@ async def removed(engine: Engine, container_id: str, name: str) -> None:
         client.api.remove_container(container_id, v=True, force=True)
 
     try:
-        await engine.call(f"The container {name} was not removed", remove)
+        await engine.act(f"The container {name} was not removed", remove)
     except Gone:
         pass
 

@@ -7,6 +7,8 @@ DEPLOYMENT_LABEL = "tgi-orchestrator.deployment"
 SHARD_LABEL = "tgi-orchestrator.shard"
 SPEC_LABEL = "tgi-orchestrator.spec"
 """The `ShardOrder` as JSON."""
+OWNER_LABEL = "tgi-orchestrator.owner"
+"""From which state folder it was launched: two of them may use one deployment's name on one engine."""
 TASK_LABEL = "tgi-orchestrator.task"
 """Of a container that does one thing and ends: `weights`."""
 
@@ -41,5 +43,5 @@ def network_name(deployment: str) -> str:
     return f"tgio-{deployment}"
 
 
-def labels(deployment: str) -> dict[str, str]:
-    return {DEPLOYMENT_LABEL: deployment}
+def labels(deployment: str, owner: str = "") -> dict[str, str]:
+    return {DEPLOYMENT_LABEL: deployment, **({OWNER_LABEL: owner} if owner else {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from orchestrator.errors import ConfigError, OrchestratorError, ShardError
 from orchestrator.shards.docker.container import Ground, create_body
 from orchestrator.shards.docker.engine import Engine
 from orchestrator.shards.docker.ground import GroundWork
-from orchestrator.shards.docker.images import image_facts
+from orchestrator.shards.docker.images import ordered_image
 from orchestrator.shards.docker.ledger import claims
 from orchestrator.shards.docker.listing import Found, container_named, removed
 from orchestrator.shards.docker.names import container_name
@@ -47,14 +48,14 @@ class Start:
 
     async def run(self, order: ShardOrder) -> Found:
         """ConfigError where it can never start, ShardError or Unreachable where it did not this time."""
-        image = await image_facts(self._engine, order.image)
+        image = await ordered_image(self._engine, order)
         body = create_body(order, image, self._ground)
         owner = owner_of(self._ground.user or image.user, image.name)
         name = container_name(self._ground.deployment, order.shard)
         await self._make_room(order.shard, name)
         await self._ground_work.lay()
         await self._may_act()
-        container_id = await self._created(order, name, body)
+        container_id = await self._surely_created(order, name, body)
         try:
             await self._filled(container_id, name, owner)
             await self._check_claims(order, container_id)
@@ -74,7 +75,7 @@ class Start:
         found = await container_named(self._engine, name)
         if found is None:
             return
-        if found.stranger or found.deployment != self._ground.deployment:
+        if found.stranger or not found.of(self._ground.deployment, self._ground.owner):
             raise ConfigError(
                 f"A container {name} exists that was not launched for the deployment "
                 f"{self._ground.deployment}: remove it, or name the deployment otherwise."
@@ -84,6 +85,17 @@ class Start:
         await self._may_act()
         await removed(self._engine, found.id, name)
         self._left.discard(found.id)
+
+    async def _surely_created(self, order: ShardOrder, name: str, body: Mapping[str, Any]) -> str:
+        """Its id; whoever is cancelled meanwhile leaves none behind."""
+        creating = asyncio.ensure_future(self._created(order, name, body))
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            await asyncio.wait({creating})
+            if creating.exception() is None:
+                await self._discard(creating.result(), name)
+            raise
 
     async def _created(self, order: ShardOrder, name: str, body: Mapping[str, Any]) -> str:
         def create(client: docker.DockerClient) -> Any:
@@ -98,7 +110,7 @@ class Start:
         if not self._secrets:
             return
         packed = archive(self._secrets, owner)
-        await self._engine.call(
+        await self._engine.act(
             f"The secrets of {name} were not copied",
             lambda client: client.api.put_archive(container_id, "/", packed),
         )
@@ -115,7 +127,7 @@ class Start:
     async def _tried(self, order: ShardOrder, what: str, act: Callable[[docker.DockerClient], Any]) -> Any:
         """ConfigError where the engine says what no second try would mend."""
         try:
-            return await self._engine.call(f"Shard {order.shard} {what}", act)
+            return await self._engine.act(f"Shard {order.shard} {what}", act)
         except ShardError as error:
             if told := sentence(f"Shard {order.shard}", str(error)):
                 raise ConfigError(told) from None

@@ -65,6 +65,7 @@ class Wanted:
     user: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     """Such as HF_ENDPOINT; never a secret."""
+    owner: str = ""
     token: bytes = field(default=b"", repr=False)
 
 
@@ -93,7 +94,7 @@ async def fetch(
         async with asyncio.timeout(within_s):
             if wanted.token:
                 packed = archive({TOKEN_FILE: wanted.token}, owner)
-                await engine.call(
+                await engine.act(
                     "The hub's token was not copied", lambda c: c.api.put_archive(container_id, "/", packed)
                 )
             await may_act()
@@ -115,7 +116,7 @@ def task_body(deployment: str, wanted: Wanted, image: ImageFacts) -> dict[str, A
         "Env": [
             f"{name}={value}" for name, value in ({"NVIDIA_VISIBLE_DEVICES": "void"} | {**wanted.env}).items()
         ],
-        "Labels": {**labels(deployment), TASK_LABEL: TASK},
+        "Labels": {**labels(deployment, wanted.owner), TASK_LABEL: TASK},
         "HostConfig": host,
     }
     revision = ["--revision", wanted.revision] if wanted.revision else []
@@ -157,7 +158,7 @@ async def _created(engine: Engine, name: str, body: Mapping[str, Any]) -> str:
 
 async def _act(engine: Engine, act: Callable[[docker.DockerClient], Any]) -> Any:
     try:
-        return await engine.call("The weights cannot be fetched", act)
+        return await engine.act("The weights cannot be fetched", act)
     except ShardError as error:
         raise ConfigError(sentence("The container for the weights", str(error)) or str(error)) from None
 
