@@ -1,4 +1,4 @@
-"""Calls to an engine that are cancelled while the engine is at it, and what an engine that is away is called."""
+"""Calls to an engine that are cancelled while it is at them, and what an engine that is away is called."""
 
 from __future__ import annotations
 
