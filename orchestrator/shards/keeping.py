@@ -42,6 +42,8 @@ class Pace:
     """Periods and deadlines of the conductor's work on shards, in seconds."""
 
     poll_s: float = 0.5
+    start_poll_s: float = 0.1
+    """Of a shard that has not answered yet."""
     probe_deadline_s: float = 2.0
     grace_s: float = 5.0
     """Between asking a shard to stop and forcing it."""
@@ -230,7 +232,8 @@ class Keeping:
                 self._replacing = shard
                 await self._drained(shard, seen.status.relaunch)
                 break
-            await asyncio.sleep(self._pace.poll_s)
+            starting = self._states.watched[shard].state is ShardState.STARTING
+            await asyncio.sleep(self._pace.start_poll_s if starting else self._pace.poll_s)
         else:
             log.warning("shard_silent", shard=shard)
         while not await self._stopped(shard):  # noqa: ASYNC110
