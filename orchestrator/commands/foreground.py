@@ -26,14 +26,20 @@ Announce = Callable[[State], None]
 def run(loaded: Loaded, progress: Progress, announce: Announce) -> None:
     """Returns when it has been stopped; `announce` hears once that it is ready."""
     with ordered(loaded, progress) as order, json_log(order.folder.log_of("conductor")) as echo:
-        end = asyncio.run(_until_stopped(order, progress, announce, echo))
-        if end.left is not None:
-            # Here and now: whatever else ends an interpreter would end the workers that still answer.
-            progress.close()
-            sys.stdout.flush()
-            os._exit(end.code)
-    if end.code:
-        raise typer.Exit(end.code)
+        code = asyncio.run(_served(order, progress, announce, echo))
+    if code:
+        raise typer.Exit(code)
+
+
+async def _served(order: Order, progress: Progress, announce: Announce, echo: Echo) -> int:
+    """The exit code; does not return where shards and answers go on without this process."""
+    end = await _until_stopped(order, progress, announce, echo)
+    if end.left is not None:
+        # Here and now: whatever else ends a loop and an interpreter would end the workers that still answer.
+        progress.close()
+        sys.stdout.flush()
+        os._exit(end.code)
+    return end.code
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from orchestrator.core.gpu_memory import Load, gpu_need
 from orchestrator.core.kv_bytes import shape_of
 from orchestrator.core.topology import Topology
 from orchestrator.deployment.bandwidths import read_bandwidths
-from orchestrator.deployment.containers import Host, Model, image_of, in_containers
+from orchestrator.deployment.containers import Host, Model, cpu_image, image_of, in_containers
 from orchestrator.deployment.ledger import gpu_claim
 from orchestrator.deployment.plan import Plan, make_plan
 from orchestrator.deployment.progress import Progress
@@ -27,7 +27,6 @@ from orchestrator.embedded.folder import checked_config, content_revision, is_co
 from orchestrator.embedded.weights import ResolvedModel, described, is_folder, pick_dtype
 from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.settings import RoleSection, Settings
-from orchestrator.shards.docker.container import ImageFacts
 from orchestrator.shards.docker.engine import Engine
 from orchestrator.shards.docker.images import image_facts
 from orchestrator.shards.docker.ledger import claims
@@ -75,17 +74,19 @@ async def surveyed(engine: Engine, settings: Settings) -> Host:
     await _check_ours(engine, settings.deployment, owner)
     if topology is not None:
         topology = with_measured(topology, await asyncio.to_thread(read_bandwidths, folder))
-    images: dict[str, ImageFacts] = {}
+    images: dict[str, str] = {}
+    ids: dict[str, str] = {}
     for role in Role:
         section: RoleSection = getattr(settings.shards, role.value)
         if section.count and not section.urls:
             name = image_of(section, settings, topology)
-            images[name] = await image_facts(engine, name)
-            assert isinstance(images[name].tgi, bool)  # raises for an image that is no shard
+            facts = await image_facts(engine, name)
+            images[name] = facts.labels[TGI_LABEL] if facts.tgi else ""
+            ids[name] = facts.id
     host = Host(
         engine=engine.facts,
-        images={name: facts.labels.get(TGI_LABEL, "") for name, facts in images.items()},
-        image_ids={name: facts.id for name, facts in images.items()},
+        images=images,
+        image_ids=ids,
         owner=owner,
         own=await own_container(engine),
         topology=topology,
@@ -166,7 +167,7 @@ async def _fetched(engine: Engine, settings: Settings, host: Host, progress: Pro
         engine,
         settings.deployment,
         Wanted(
-            image=next(iter(host.images)),
+            image=next(iter(host.images), cpu_image()),
             model=wanted.id,
             revision=wanted.revision or "",
             cache=str(cache),
