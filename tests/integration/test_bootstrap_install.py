@@ -75,6 +75,7 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path / "a project")
 
 
+@pytest.mark.slow
 def test_a_second_set_up_does_nothing_until_something_changed(project: Project) -> None:
     first = project.set_up()
     assert "Creating .venv" in first

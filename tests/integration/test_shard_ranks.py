@@ -65,6 +65,7 @@ async def launched(
     return client, running.pid, follower
 
 
+@pytest.mark.slow
 async def test_a_shard_of_two_processes_relays_to_one_and_ends_with_its_follower(
     launcher: ProcessLauncher, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -399,6 +399,7 @@ class Books(RuleBasedStateMachine):
         self.wipe()
 
 
+@pytest.mark.slow
 def test_any_order_of_calls_leaves_the_books_right(redis: Redis) -> None:
     machine = type("BooksOnThisRedis", (Books,), {"redis": redis})
     run_state_machine_as_test(
