@@ -15,15 +15,12 @@ import structlog
 
 from orchestrator.core.order import ShardOrder
 from orchestrator.core.roll import Roll
-from orchestrator.errors import ConfigError, Unreachable
 from orchestrator.queues import calls
 from orchestrator.queues.address import Command
-from orchestrator.queues.calls import Timings
 from orchestrator.queues.keys import Keys
-from orchestrator.queues.resp import RespClient, Say
-from orchestrator.queues.scripts import SCHEMA_VERSION
+from orchestrator.queues.operator import OperatorLink
 from orchestrator.queues.table import Table
-from tgi_patches.contract import ShardSpec, checked_part, new_handle
+from tgi_patches.contract import ShardSpec, new_handle
 
 log = structlog.get_logger()
 
@@ -136,21 +133,8 @@ class Seen:
     drained: frozenset[str] = field(default_factory=frozenset)
 
 
-class WishKeys:
-    """An operator's way to them.  Leaves a Redis without this deployment untouched."""
-
-    def __init__(self, redis_url: str, deployment: str, *, timings: Timings | None = None) -> None:
-        self._keys = Keys(checked_part(deployment, "deployment name"))
-        deadline_s = (timings or Timings()).deadline_s
-        self._client = RespClient(redis_url, deadline_s=deadline_s, greet=self._check)
-
-    async def __aenter__(self) -> Self:
-        """Raises Unreachable without Redis or deployment, ConfigError for a foreign schema."""
-        await self._client.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+class WishKeys(OperatorLink):
+    """What an operator sees and wants of a deployment's shards."""
 
     async def seen(self) -> Seen:
         keys = self._keys
@@ -183,16 +167,6 @@ class WishKeys:
     async def give_back(self, shard: str) -> bool:
         """False where it was not drained."""
         return bool(await self._client.send("SREM", self._keys.drained, shard))
-
-    async def _check(self, say: Say) -> None:
-        (found,) = await say([("GET", self._keys.schema)])
-        name = self._keys.deployment
-        if found is None:
-            raise Unreachable(f"This Redis holds no deployment {name!r}.")
-        if found != SCHEMA_VERSION:
-            raise ConfigError(
-                f"Redis holds deployment {name!r} in schema {found} and this version needs {SCHEMA_VERSION}."
-            )
 
 
 def read_roll(text: str) -> Roll:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-COMMAND_LIMIT_S = 120
+from tests.command_line import Line
 
 
 @dataclass
-class DockerLine:
+class DockerLine(Line):
     """A state folder and a deployment of this test alone; containers carry the deployment's label."""
 
     model: Path
@@ -42,32 +38,6 @@ class DockerLine:
             # The small model is served mixed wherever the cost model may choose.
             "ORCHESTRATOR_ROUTING__CHOICE": "separated",
         }
-
-    @staticmethod
-    def line(*arguments: str) -> list[str]:
-        return [sys.executable, "-m", "orchestrator.cli", *arguments]
-
-    def run(self, *arguments: str, limit_s: float = COMMAND_LIMIT_S) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.line(*arguments), capture_output=True, text=True, env=self.env, timeout=limit_s
-        )
-
-    def json(self, *arguments: str) -> Any:
-        """What a command that must succeed prints."""
-        done = self.run(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def popen(self, *arguments: str) -> subprocess.Popen[str]:
-        """In a session of its own, so that a signal reaches it alone."""
-        return subprocess.Popen(
-            self.line(*arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.env,
-            start_new_session=True,
-        )
 
     @property
     def state_file(self) -> Path:

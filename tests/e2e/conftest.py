@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-COMMAND_LIMIT_S = 120
+from tests.command_line import Line
 
 
 @dataclass
-class CommandLine:
+class CommandLine(Line):
     """`tgi-orchestrator` with a state folder and an arena folder of this test alone."""
 
     model: Path
@@ -43,32 +39,6 @@ class CommandLine:
             "ORCHESTRATOR_ROUTING__CHOICE": "separated",
             "TMPDIR": str(self.state_home),
         }
-
-    @staticmethod
-    def line(*arguments: str) -> list[str]:
-        return [sys.executable, "-m", "orchestrator.cli", *arguments]
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.line(*arguments), capture_output=True, text=True, env=self.env, timeout=COMMAND_LIMIT_S
-        )
-
-    def json(self, *arguments: str) -> Any:
-        """What a command that must succeed prints."""
-        done = self.run(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def popen(self, *arguments: str) -> subprocess.Popen[str]:
-        """In a session of its own, so that a signal reaches it alone."""
-        return subprocess.Popen(
-            self.line(*arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.env,
-            start_new_session=True,
-        )
 
     def left_over(self) -> list[str]:
         """Files of ours that must be gone after a stop: state, sockets, arenas, folders for them."""
