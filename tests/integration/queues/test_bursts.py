@@ -76,8 +76,7 @@ async def test_5000_tickets_of_3_gateways_are_granted_once_each_also_those_a_dea
         taken = [len((await dead.read(block=False)).tickets) for _ in range(3)]
         assert sum(taken) > 1000
         await world.redis.delete(world.keys.leader)  # it is dead
-        first = await stack.enter_async_context(conducting(world, fleet, "a"))
-        await stack.enter_async_context(conducting(world, fleet, "b"))
+        both = [await stack.enter_async_context(conducting(world, fleet, name)) for name in ("a", "b")]
         await asyncio.gather(*tasks)
         assert len(over) == len(set(over)) == TICKETS
         answers: Counter[str] = Counter()
@@ -87,4 +86,5 @@ async def test_5000_tickets_of_3_gateways_are_granted_once_each_also_those_a_dea
         assert answers.total() == TICKETS  # one answer each, and nobody helped itself
         await until(world.clean)
         assert (await world.redis.xpending(world.keys.tickets, "conductors"))["pending"] == 0
-        await until(lambda: first.snapshot().waiting_tickets == 0)
+        # On a machine that stalls, the second may lead by now; what the first knew then is of no account.
+        await until(lambda: [c.snapshot().waiting_tickets for c in both if c.snapshot().leader] == [0])
