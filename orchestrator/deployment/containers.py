@@ -16,6 +16,7 @@ from orchestrator.core.topology import Topology
 from orchestrator.deployment.plan import Containers, Plan
 from orchestrator.errors import ConfigError
 from orchestrator.settings import RoleSection, Settings
+from orchestrator.shards.docker.container import HOST_NETWORK
 from orchestrator.shards.docker.engine import EngineFacts
 from orchestrator.shards.docker.names import ARENAS, CPU_IMAGE, TGI_IMAGE, USER, network_name
 from orchestrator.shards.docker.own import OwnContainer, bind_for
@@ -25,7 +26,6 @@ FIRST_PORT = 3100
 PORTS_APART = 10
 TGI_PORTS = 4
 """Of one shard in a row: TGI's, the sidecar's, and on the host's network TGI's metrics and its ranks'."""
-HOST_NETWORK = "host"
 _ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 RANKS_SHM_BYTES = 2**30
 """NCCL's buffers between the ranks of one container."""

@@ -18,6 +18,7 @@ from orchestrator.deployment.plan import Plan
 from orchestrator.errors import Unreachable
 from orchestrator.queues import ConductorQueue, Deposed
 from orchestrator.settings import RoleSection, Settings
+from orchestrator.shards.docker.container import KEY_FILE
 from orchestrator.shards.docker.engine import Engine
 from orchestrator.shards.docker.launcher import DockerLauncher
 from orchestrator.shards.docker.listing import containers_of
@@ -29,7 +30,6 @@ from tgi_patches.key import key_from
 
 log = structlog.get_logger(__name__)
 
-KEY_SECRET = "key"
 RETRY_S = 0.5
 GRACE_S = 5.0
 
@@ -77,7 +77,7 @@ async def launching(
             engine,
             settings.deployment,
             network=plan.containers.network,
-            secrets={KEY_SECRET: key_from(wanted.key_env)},
+            secrets={KEY_FILE: key_from(wanted.key_env)},
             mounts=plan.containers.binds,
             user=plan.containers.user,
             log_bytes=settings.docker.log_bytes,

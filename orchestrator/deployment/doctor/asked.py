@@ -9,12 +9,12 @@ import docker
 
 from orchestrator.core.topology import Topology
 from orchestrator.deployment import containers
-from orchestrator.deployment.containers import HOST_NETWORK
 from orchestrator.deployment.doctor.finding import Finding, failed, skipped
 from orchestrator.deployment.doctor.gpus import Inside, inside_finding
 from orchestrator.deployment.doctor.lab import Lab, Sandbox, new_token
 from orchestrator.errors import ConfigError, ShardError
 from orchestrator.settings import Settings
+from orchestrator.shards.docker.container import HOST_NETWORK
 from orchestrator.shards.docker.engine import Engine
 from orchestrator.shards.docker.own import own_container
 

@@ -69,7 +69,7 @@ class Engine:
 
         Raises Unreachable where no engine answers, ConfigError for one that we cannot use.
         """
-        where = host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+        where = address_of(host)
         try:
             async with asyncio.timeout(CONNECT_S):
                 client, facts = await asyncio.to_thread(_opened, where)
@@ -126,6 +126,11 @@ class Engine:
             raise Unreachable(
                 f"{what}: the engine at {self.host} did not answer in {within_s:g} s."
             ) from None
+
+
+def address_of(host: str) -> str:
+    """Of the engine: the one that is named, else DOCKER_HOST's, else the usual socket."""
+    return host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST
 
 
 def check_usable(facts: EngineFacts) -> None:

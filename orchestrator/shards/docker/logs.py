@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import requests
 from docker.errors import DockerException, NotFound
 
 from orchestrator.errors import ConfigError, Unreachable
-from orchestrator.shards.docker.engine import DEFAULT_HOST
+from orchestrator.shards.docker.engine import address_of
 from orchestrator.shards.docker.names import DEPLOYMENT_LABEL, SHARD_LABEL, container_name
 
 ANSWER_S = 60
@@ -23,7 +22,7 @@ def container_log(host: str, deployment: str, shard: str, lines: int, *, follow:
 
     ConfigError where there is no such container, Unreachable without an engine.
     """
-    where = host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    where = address_of(host)
     name = container_name(deployment, shard)
     try:
         # A quiet shard is no silent engine.
