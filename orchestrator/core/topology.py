@@ -127,6 +127,11 @@ class Topology:
             if gpu.mig and not gpu.mig_mode:
                 raise ConfigError(f"{gpu} has MIG slices although its MIG mode is off.")
 
+    @property
+    def uuids_by_index(self) -> dict[str, str]:
+        """Other people's containers name GPUs by their index."""
+        return {str(gpu.index): gpu.uuid for gpu in self.gpus}
+
     def link(self, a: Gpu, b: Gpu) -> Link:
         """Between two different GPUs; what is not told follows from their NUMA nodes."""
         first, second = sorted((a, b), key=lambda gpu: gpu.index)

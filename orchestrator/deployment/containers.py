@@ -46,11 +46,6 @@ class Host:
     free_ports: Callable[[int], int] | None = None
     """The first of so many in a row on the host's own network."""
 
-    @property
-    def gpus_by_index(self) -> dict[str, str]:
-        """UUIDs: other people's containers name GPUs by their index."""
-        return {str(gpu.index): gpu.uuid for gpu in self.topology.gpus} if self.topology else {}
-
 
 def cpu_image() -> str:
     return f"{CPU_IMAGE}:{version('tgi-orchestrator')}"
@@ -98,7 +93,6 @@ def in_containers(plan: Plan, settings: Settings, host: Host, model: Model) -> P
             binds=(bind_for(_with_blobs(model.folder), host.own),),
             user="" if model.user == USER else f"{model.user}:{USER}",
             arena_bytes=plan.arena_bytes,
-            gpus_by_index=host.gpus_by_index,
             topology=host.topology,
             owner=host.owner,
             notes=(placement.mixed_because,) if placement and placement.mixed_because else (),

@@ -92,7 +92,7 @@ async def surveyed(engine: Engine, settings: Settings) -> Host:
         topology=topology,
         free_ports=_each_once(),
     )
-    held = await claims(engine, host.gpus_by_index)
+    held = await claims(engine, topology.uuids_by_index if topology else {})
     others = [claim for claim in held if claim.deployment != settings.deployment and not _is_own(claim, host)]
     return replace(host, claims=tuple(map(gpu_claim, others)))
 

@@ -38,13 +38,16 @@ class Containers:
     """`uid:gid`; empty for the image's own."""
     arena_bytes: int = 0
     """Of all arenas together, when none is rolled."""
-    gpus_by_index: Mapping[str, str] = field(default_factory=dict)
-    """UUIDs."""
     topology: Topology | None = None
     owner: str = ""
     """The state folder that they are launched from."""
     notes: tuple[str, ...] = ()
     """What the user should know of it, in sentences."""
+
+    @property
+    def gpus_by_index(self) -> dict[str, str]:
+        """UUIDs."""
+        return self.topology.uuids_by_index if self.topology else {}
 
 
 @dataclass(frozen=True, slots=True)
